@@ -18,7 +18,7 @@ def _run(work: Work) -> None:
         try:
             work()
             code = 0
-        except BaseException as error:  # noqa: BLE001 - a child must never return into pytest
+        except BaseException as error:  # a child must never return into pytest
             os.write(write_end, repr(error).encode())
         finally:
             os._exit(code)

@@ -1,12 +1,14 @@
 """System calls by name: one table of numbers, one door into the kernel, thin wrappers over it.
 
-The table is the single list of system calls for everything here: the wrappers below use it to call, and `seccomp`
-uses it to filter. It covers both architectures that we run on, up to Linux 6.18. A call that is missing from it cannot be
-made by us and is answered ENOSYS by our filters, so a new kernel does not widen what a sandbox can reach.
+The table is the single list of system calls for everything here: the wrappers below use it to call, and
+`seccomp` uses it to filter. It covers both architectures that we run on, up to Linux 6.18. A call that is
+missing from it cannot be made by us and is answered ENOSYS by our filters, so a new kernel does not widen
+what a sandbox can reach.
 
-There is one door, `raw`, because each foreign function costs about 85 µs when a freshly forked process first calls it:
-one function is paid for once, and `prime` pays in the parent. Arguments are declared `void *`, which ctypes fills from an
-int, bytes, a ctypes buffer or None without a wrapper object; a failing call raises the matching `OSError`.
+There is one door, `raw`, because each foreign function costs about 85 µs when a freshly forked process first
+calls it: one function is paid for once, and `prime` pays in the parent. Arguments are declared `void *`,
+which ctypes fills from an int, bytes, a ctypes buffer or None without a wrapper object; a failing call raises
+the matching `OSError`.
 
 `typing` and `collections` are left out on purpose: they cost a forked process more than all of this module.
 """
@@ -232,13 +234,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 _COLUMN = ARCHITECTURES.index(ARCH) if ARCH in ARCHITECTURES else None
 _PADDING = ((0,) * 6, (0,) * 5, (0,) * 4, (0,) * 3, (0,) * 2, (0,), ())
 
-_syscall = libc.syscall
+# By item, which makes an object of our own: the argument types below must not bind other users of `libc`.
+_syscall = libc["syscall"]
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = [ctypes.c_void_p] * 7
 
 
 def number(name: str, *, arch: str = ARCH) -> int | None:
-    """The number of a system call, None where the architecture has none. A name unknown to the table is a KeyError."""
+    """The number of a system call, None where the architecture has none; KeyError for an unknown name."""
     pair = TABLE[name]
     if arch not in ARCHITECTURES:
         return None
@@ -248,7 +251,8 @@ def number(name: str, *, arch: str = ARCH) -> int | None:
 def raw(name: str, *args: "Argument") -> int:
     """Make a system call; its non-negative result, or the OSError it stands for.
 
-    Never pass `str`: ctypes would hand over wide characters. Buffers that the kernel writes into are ctypes arrays.
+    Never pass `str`: ctypes would hand over wide characters. Buffers that the kernel writes into are ctypes
+    arrays.
     """
     nr = TABLE[name][_COLUMN] if _COLUMN is not None else None
     if nr is None:
@@ -271,25 +275,28 @@ def prime() -> None:
         pass
 
 
-# --- namespaces -------------------------------------------------------------------------------------------------------
+# --- namespaces ---------------------------------------------------------------------------------------------
 
 
 def unshare(flags: int) -> None:
-    # SAFETY: changes only the calling process; a namespace is never joined by it (test_unshare_makes_a_new_namespace).
+    # SAFETY: changes only the calling process; a namespace is never joined by it
+    # (test_unshare_makes_a_new_namespace).
     raw("unshare", flags)
 
 
 def setns(fd: int, kind: int = 0) -> None:
-    """Enter the namespace behind `fd`; `kind`, one or more CLONE_NEW* flags, makes the kernel check what it is."""
-    # SAFETY: a wrong descriptor must not be entered silently; callers pass `kind` (test_setns_checks_the_kind).
+    """Enter the namespace behind `fd`; `kind`, CLONE_NEW* flags, makes the kernel check what it is."""
+    # SAFETY: a wrong descriptor must not be entered silently; callers pass `kind`
+    # (test_setns_checks_the_kind).
     raw("setns", fd, kind)
 
 
-# --- mounts -----------------------------------------------------------------------------------------------------------
+# --- mounts -------------------------------------------------------------------------------------------------
 
 
 def pivot_root(new_root: "Path", put_old: "Path") -> None:
-    # SAFETY: refused by the kernel unless `new_root` is a mount point of this namespace (test_mount_wrappers).
+    # SAFETY: refused by the kernel unless `new_root` is a mount point of this namespace
+    # (test_mount_wrappers).
     raw("pivot_root", os.fsencode(new_root), os.fsencode(put_old))
 
 
@@ -300,8 +307,8 @@ def mount(
     flags: int = 0,
     data: "Path | None" = None,
 ) -> None:
-    # SAFETY: `target` is resolved by the kernel, symlinks included; untrusted targets go by descriptor, through
-    # `move_mount` or /proc/self/fd (test_mount_wrappers).
+    # SAFETY: `target` is resolved by the kernel, symlinks included; untrusted targets go by descriptor,
+    # through `move_mount` or /proc/self/fd (test_mount_wrappers).
     raw(
         "mount",
         None if source is None else os.fsencode(source),
@@ -318,12 +325,13 @@ def umount2(target: "Path", flags: int = 0) -> None:
 
 
 def open_tree(dirfd: int, path: "Path", flags: int) -> int:
-    """A descriptor of a mount tree, a detached copy of it with OPEN_TREE_CLONE; closed on exec in every case."""
+    """A descriptor of a mount tree, a detached copy of it with OPEN_TREE_CLONE; closed on exec."""
     return raw("open_tree", dirfd, os.fsencode(path), flags | OPEN_TREE_CLOEXEC)
 
 
 def move_mount(from_dirfd: int, from_path: "Path", to_dirfd: int, to_path: "Path", flags: int) -> None:
-    # SAFETY: both ends may be descriptors with empty paths, so that nothing is looked up twice (test_mount_wrappers).
+    # SAFETY: both ends may be descriptors with empty paths, so that nothing is looked up twice
+    # (test_mount_wrappers).
     raw("move_mount", from_dirfd, os.fsencode(from_path), to_dirfd, os.fsencode(to_path), flags)
 
 
@@ -345,8 +353,8 @@ def mount_setattr(
 
 def openat2(dirfd: int, path: "Path", flags: int, mode: int = 0, resolve: int = 0) -> int:
     """open(2) with rules for the lookup (RESOLVE_*); the descriptor is closed on exec."""
-    # SAFETY: with RESOLVE_BENEATH no symlink, `..` or mount planted below `dirfd` leads outside, also under a race
-    # (test_openat2_does_not_leave_the_directory).
+    # SAFETY: with RESOLVE_BENEATH no symlink, `..` or mount planted below `dirfd` leads outside, also under a
+    # race (test_openat2_does_not_leave_the_directory).
     how = _OPEN_HOW.pack(flags | os.O_CLOEXEC, mode, resolve)
     name = os.fsencode(path)
     for attempt in range(_OPENAT2_ATTEMPTS):
@@ -358,7 +366,7 @@ def openat2(dirfd: int, path: "Path", flags: int, mode: int = 0, resolve: int = 
     raise AssertionError("unreachable")
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ----------------------------------------------------------------------------------------------
 
 
 def pidfd_send_signal(pidfd: int, signal: int) -> None:
@@ -398,7 +406,7 @@ def setfsgid(gid: int) -> int:
     return previous & 0xFFFFFFFF
 
 
-# --- capabilities -----------------------------------------------------------------------------------------------------
+# --- capabilities -------------------------------------------------------------------------------------------
 
 
 def get_caps() -> tuple[int, int, int]:
@@ -413,16 +421,19 @@ def set_caps(effective: int, permitted: int, inheritable: int) -> None:
     """Set this thread's capabilities to exactly these bit masks."""
     words = (effective, permitted, inheritable)
     data = _CAPABILITY_WORDS.pack(*(w & 0xFFFFFFFF for w in words), *(w >> 32 for w in words))
-    # SAFETY: the kernel lets permitted shrink only, so no call here gains anything (test_capabilities_are_dropped).
+    # SAFETY: the kernel lets permitted shrink only, so no call here gains anything
+    # (test_capabilities_are_dropped).
     raw("capset", _CAPABILITY_HEADER, data)
 
 
 def drop_bounding_set(keep: int = 0) -> None:
     """Empty the ambient set, and the bounding set but for the capabilities in the bit mask `keep`.
 
-    Works until the kernel knows no further capability, so that one newer than this code goes too. Needs CAP_SETPCAP.
+    Works until the kernel knows no further capability, so that one newer than this code goes too. Needs
+    CAP_SETPCAP.
     """
-    # SAFETY: with an empty bounding set no set-uid or file capability gives any back (test_capabilities_are_dropped).
+    # SAFETY: with an empty bounding set no set-uid or file capability gives any back
+    # (test_capabilities_are_dropped).
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(64):
         if keep >> capability & 1:
