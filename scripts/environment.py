@@ -12,7 +12,6 @@ Exit status: 0 done; 1 it failed and said why; 3 this interpreter cannot do it, 
 """
 
 import argparse
-import compileall
 import fcntl
 import importlib.util
 import os
@@ -52,9 +51,10 @@ def make(directory: Path, *, dev: bool, copy: bool, wheel: Path | None) -> int:
     dev = dev or (extras == "dev" and made_for == str(ROOT))
     wanted_mtime_ns = (ROOT / "pyproject.toml").stat().st_mtime_ns
     current = made_for == str(ROOT) and stamp.stat().st_mtime_ns == wanted_mtime_ns
+    if copy and current:
+        current = newest_source_ns() <= (directory / "copied.stamp").stat().st_mtime_ns
     if current and wheel is None and (extras == "dev") == dev and usable(directory):
-        if not copy or newest_source_ns() <= (directory / "copied.stamp").stat().st_mtime_ns:
-            return 0  # somebody else was faster, or there is nothing to do
+        return 0  # somebody else was faster, or there is nothing to do
 
     if unfinished.exists() or (made_for and made_for != str(ROOT)) or not usable(directory):
         shutil.rmtree(directory, ignore_errors=True)
@@ -74,7 +74,7 @@ def make(directory: Path, *, dev: bool, copy: bool, wheel: Path | None) -> int:
     else:
         target = ["--editable", f"{ROOT}[dev]" if dev else str(ROOT)]
     (directory / "copied.stamp").touch()  # before the copy: a source changed meanwhile is newer than it
-    if subprocess.run([*pip, "install", "--quiet", "--no-input", *target], env=pip_environment()).returncode:
+    if not succeeds(*pip, "install", "--quiet", "--no-input", *target, env=pip_environment()):
         return fail("pip could not install the package; what it said is above")
 
     compile_all(directory, sources=not (copy or wheel))
@@ -101,12 +101,12 @@ def usable(directory: Path) -> bool:
     """Whether its interpreter still starts, is recent enough and believes to live here."""
     probe = "import sys; print(sys.version_info >= (3, 11) and sys.prefix)"
     try:
-        done = subprocess.run(
-            [directory / "bin" / "python", "-I", "-c", probe], capture_output=True, text=True, timeout=60
+        prefix = subprocess.check_output(
+            [directory / "bin" / "python", "-I", "-c", probe], text=True, timeout=60
         )
-    except OSError:
+    except (OSError, subprocess.SubprocessError):
         return False
-    return done.returncode == 0 and os.path.realpath(done.stdout.strip()) == os.path.realpath(directory)
+    return os.path.realpath(prefix.strip()) == os.path.realpath(directory)
 
 
 def create(directory: Path) -> int:
@@ -118,21 +118,21 @@ def create(directory: Path) -> int:
     base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     if not has("venv"):
         return UNABLE
-    command = [base, "-I", "-m", "venv", "--without-pip", str(directory)]
-    return 0 if subprocess.run(command).returncode == 0 else fail(f"{base} -m venv failed")
+    made = succeeds(base, "-I", "-m", "venv", "--without-pip", str(directory))
+    return 0 if made else fail(f"{base} -m venv failed")
 
 
 def pip_command(directory: Path) -> list[str] | None:
     python = str(directory / "bin" / "python")
-    if subprocess.run([python, "-I", "-c", "import pip.__main__"], capture_output=True).returncode == 0:
-        return [python, "-I", "-m", "pip"]
+    own = [python, "-I", "-m", "pip"]
+    if succeeds(python, "-I", "-c", "import pip.__main__", quiet=True):
+        return own
     if has("pip"):
         return [sys.executable, "-I", "-m", "pip", "--python", python]
-    if not has("ensurepip") or subprocess.run([python, "-I", "-m", "ensurepip"], capture_output=True).returncode:
-        return None
-    pip = [python, "-I", "-m", "pip"]
-    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "setuptools"], capture_output=True)
-    return pip
+    if has("ensurepip") and succeeds(python, "-I", "-m", "ensurepip", quiet=True):
+        succeeds(*own, "uninstall", "--quiet", "--yes", "setuptools", quiet=True)
+        return own
+    return None
 
 
 def has(module: str) -> bool:
@@ -150,15 +150,15 @@ def pip_environment() -> dict[str, str]:
 
 def compile_all(directory: Path, *, sources: bool) -> None:
     """Byte code for everything that a start imports, whatever PYTHONDONTWRITEBYTECODE says."""
-    trees = [ROOT / "src" / "cloche"] if sources else []
-    trees += directory.glob("lib/python*/site-packages")
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if (directory / "lib" / f"python{version}").is_dir():
-        for tree in trees:
-            compileall.compile_dir(tree, quiet=2, workers=1)
-    else:  # it was made by another version, whose byte code differs
-        python = str(directory / "bin" / "python")
-        subprocess.run([python, "-I", "-m", "compileall", "-qq", *map(str, trees)])
+    trees = [*directory.glob("lib/python*/site-packages")]
+    if sources:
+        trees.append(ROOT / "src" / "cloche")
+    succeeds(str(directory / "bin" / "python"), "-I", "-m", "compileall", "-qq", *map(str, trees))
+
+
+def succeeds(*command: str, env: dict[str, str] | None = None, quiet: bool = False) -> bool:
+    where = subprocess.DEVNULL if quiet else None
+    return subprocess.run(command, env=env, stdout=where, stderr=where, check=False).returncode == 0
 
 
 def say(message: str) -> None:
