@@ -1,0 +1,206 @@
+"""Processes: naming one without mistaking it, finding its descendants, weighing them, tying and limiting
+oneself.
+
+A pid is only a name and is given away again; where it matters, hold a pidfd, or remember `start_time` beside
+it. Memory is counted as PSS, which shares out what forks have in common, so that the parts of a tree add up
+to what the tree costs; RSS would count a forked interpreter's pages once for each child.
+
+Everything read from /proc may vanish between two lines: a process that ends while it is being looked at
+counts as ended, never as an error. Standard library and `syscalls` only.
+"""
+
+import os
+import resource
+import select
+import signal
+
+from cloche.linux import syscalls
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_KIB_PER_MIB = 1024
+
+# Fields of /proc/PID/stat, counted from the one after the name (which may itself hold spaces and
+# parentheses).
+_STATE, _PARENT, _START_TIME = 0, 1, 19
+
+
+# --- one process --------------------------------------------------------------------------------------------
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: with the pid, a name that is not given away again.
+
+    None if there is no such process.
+    """
+    fields = _stat(pid)
+    return None if fields is None else int(fields[_START_TIME])
+
+
+def is_running(pid: int, started: int | None = None) -> bool:
+    """Whether a process lives (a zombie does not) and, if given, is the one that was `started` then."""
+    fields = _stat(pid)
+    if fields is None or fields[_STATE] in (b"Z", b"X"):
+        return False
+    return started is None or int(fields[_START_TIME]) == started
+
+
+def open_pidfd(pid: int, started: int | None = None) -> int | None:
+    """A descriptor of a running process; None if it is gone, or is not the one that was `started` then."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    # SAFETY: checked after opening, when the pid can no longer change hands (test_pidfd_of_another_life).
+    if is_running(pid, started):
+        return fd
+    os.close(fd)
+    return None
+
+
+def send_signal(pidfd: int, number: int) -> bool:
+    """Signal the process behind a descriptor; False if it is gone."""
+    try:
+        syscalls.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_exit(pidfd: int, timeout_s: float | None) -> bool:
+    """Wait for the end of the process behind a descriptor, anyone's child; False when the time is up."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
+
+
+def kill_and_wait(pidfd: int, timeout_s: float = 5.0) -> bool:
+    """SIGKILL the process behind a descriptor and wait for its end; False when the time is up."""
+    return not send_signal(pidfd, signal.SIGKILL) or wait_exit(pidfd, timeout_s)
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    content = _read(f"/proc/{pid}/stat")
+    return None if content is None else content[content.rindex(b")") + 2 :].split()
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # gone, or not ours to see
+        return None
+    try:
+        pieces = []
+        while piece := os.read(fd, 65536):
+            pieces.append(piece)
+        return b"".join(pieces) or None
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+# --- a tree -------------------------------------------------------------------------------------------------
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, grandchildren and so on of a process, parents before children, itself left out.
+
+    A process whose parent ended belongs to its reaper, so only a subreaper or a pid namespace holds a tree
+    together.
+    """
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (fields := _stat(int(name))) is not None:
+            children.setdefault(int(fields[_PARENT]), []).append(int(name))
+    found = list(children.get(pid, ()))
+    for each in found:  # grows while it is walked
+        found.extend(children.get(each, ()))
+    return found
+
+
+def pss_kib(pid: int) -> int | None:
+    """The proportional share of memory of a process; None if it is gone or may not be looked at."""
+    content = _read(f"/proc/{pid}/smaps_rollup")
+    if content is None:
+        return None
+    for line in content.splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1])
+    return None
+
+
+def tree_pss_mib(pids: "Iterable[int]") -> float:
+    """What these processes cost together, in MiB. What cannot be read counts nothing."""
+    return sum(pss_kib(pid) or 0 for pid in pids) / _KIB_PER_MIB
+
+
+def watch_memory(pid: int, limit_mib: float) -> float | None:
+    """One look at a tree: what it costs in MiB when that is over the limit, else None.
+
+    Stands in for a cgroup where there is none. It looks now and then, so a quick process can be over the
+    limit unseen: a limit that is kept this way is *watched*, not enforced.
+    """
+    cost = tree_pss_mib([pid, *descendants(pid)])
+    return cost if cost > limit_mib else None
+
+
+# --- oneself ------------------------------------------------------------------------------------------------
+
+
+def set_pdeathsig(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
+    """Have this process signalled when the thread that made it ends.
+
+    Not inherited by fork, and cleared by setuid and by running a set-uid program: set it last. `parent` is
+    the pid that the caller knew before it forked; if that one is gone already, the signal is sent at once.
+    """
+    # SAFETY: the parent may have ended before the call, and then nothing would ever come
+    # (test_pdeathsig_after_the_parent_ended).
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, number)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def become_subreaper() -> None:
+    """Become the parent of orphans among one's descendants, so that `descendants` finds them all."""
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_undumpable() -> None:
+    """Close this process to others of the same user: no ptrace, no reading of its memory or files."""
+    # SAFETY: holds until the next execve (test_undumpable_process_is_closed).
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+
+
+def limit(kind: int, value: int) -> int:
+    """Lower a resource limit (RLIMIT_*), soft and hard, never raising either; returns what holds."""
+    soft, hard = resource.getrlimit(kind)
+    held = min([value, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)])
+    resource.setrlimit(kind, (held, held))
+    return held
+
+
+def limit_processes(count: int) -> int:
+    """At most `count` processes of this user, counted over all it runs: sandboxes of one user share it."""
+    return limit(resource.RLIMIT_NPROC, count)
+
+
+def limit_files(count: int) -> int:
+    return limit(resource.RLIMIT_NOFILE, count)
+
+
+def no_core_dumps() -> None:
+    limit(resource.RLIMIT_CORE, 0)
+
+
+def pin(cpus: "Iterable[int]") -> frozenset[int]:
+    """Run on these processors only, as far as this process may use them; returns the ones that hold.
+
+    With none of them usable nothing changes. It is no limit: a process may undo it.
+    """
+    usable = os.sched_getaffinity(0) & frozenset(cpus)
+    if usable:
+        os.sched_setaffinity(0, usable)
+    return frozenset(os.sched_getaffinity(0))
