@@ -487,6 +487,19 @@ def test_remove_ends_frozen_and_nested_groups() -> None:
     assert made.remove(), "twice is harmless"
 
 
+@pytest.mark.skipif(not HERE.kills, reason="no cgroup2 tree")
+def test_a_process_halfway_in_is_killed() -> None:
+    with group() as made:
+        pid = os.fork()
+        if pid == 0:
+            with open(made.paths[0], "w") as file:
+                file.write("0")
+            forever()
+        until(made.pids)
+        assert made.kill()
+        assert status(pid) == -signal.SIGKILL
+
+
 @pytest.mark.skipif(not HERE.enforceable, reason=f"no controller: {HERE.reasons}")
 def test_without_a_tree_processes_are_killed_one_by_one() -> None:
     """As on a machine with version 1 alone."""
@@ -494,7 +507,7 @@ def test_without_a_tree_processes_are_killed_one_by_one() -> None:
     if "freezer" not in alone:
         pytest.skip("no version 1 here")
     missing = cgroups.Controller("unified", reason="not mounted")
-    hierarchy = cgroups.Hierarchy(alone | {"unified": missing}, cgroups.Files())
+    hierarchy = cgroups.Hierarchy({"unified": missing} | alone, cgroups.Files())
     made = hierarchy.create(f"cloche-test-{os.getpid()}-first", pids=50)
     try:
         pids = [spawn(made, forever) for _ in range(5)]

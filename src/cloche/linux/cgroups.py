@@ -131,12 +131,13 @@ def detect(*, proc: str = "/proc/self", files: Files | None = None) -> "Hierarch
     """Look at the groups of this process. Changes nothing and raises nothing; reasons are in the answer."""
     files = files or Files()
     own, mounts = _own_groups(files, proc), _mounts(files, proc)
-    controllers = {}
+    # SAFETY: the tree that kills comes first, so that a process which has joined anything can be killed there
+    # (test_a_process_halfway_in_is_killed).
+    tree = _version_2(files, mounts.get(_TREE), own.get(_TREE))
+    controllers = {_TREE: tree}
     for name in (*LIMITS.values(), *_V1_HELPERS):
         if name in mounts:
             controllers[name] = _version_1(files, name, mounts[name], own.get(name))
-    tree = _version_2(files, mounts.get(_TREE), own.get(_TREE))
-    controllers[_TREE] = tree
     for name in LIMITS.values():
         if name not in controllers:
             controllers[name] = _version_2_controller(files, name, tree)
@@ -188,7 +189,7 @@ def _version_1(files: Files, name: str, mount: tuple[str, str], own: str | None)
     directory = _group_directory(mount, own)
     if directory is None:
         return Controller(name, 1, mount[0], "", f"the caller's {name} group is not visible in {mount[0]}")
-    return Controller(name, 1, mount[0], directory, _not_writable(files, directory))
+    return Controller(name, 1, mount[0], directory, _not_writable(files, directory, "version 1 needs root"))
 
 
 def _version_2(files: Files, mount: tuple[str, str] | None, own: str | None) -> Controller:
@@ -199,7 +200,7 @@ def _version_2(files: Files, mount: tuple[str, str] | None, own: str | None) -> 
         return Controller(_TREE, 2, mount[0], "", f"the caller's group is not visible in {mount[0]}")
     if os.path.basename(directory) == _LEAF:  # an earlier `create` moved us, or our parent, there
         directory = os.path.dirname(directory)
-    return Controller(_TREE, 2, mount[0], directory, _not_writable(files, directory))
+    return Controller(_TREE, 2, mount[0], directory, _not_writable(files, directory, _DELEGATE))
 
 
 def _version_2_controller(files: Files, name: str, tree: Controller) -> Controller:
@@ -218,11 +219,11 @@ def _version_2_controller(files: Files, name: str, tree: Controller) -> Controll
     return Controller(name, tree.version, tree.mount, tree.directory, reason)
 
 
-def _not_writable(files: Files, directory: str) -> str:
+def _not_writable(files: Files, directory: str, remedy: str) -> str:
     # Joining a group also needs the cgroup.procs of the group above it.
     if files.writable(directory) and files.writable(f"{directory}/cgroup.procs"):
         return ""
-    return f"{directory} is not writable for this user: {_DELEGATE}"
+    return f"{directory} is not writable for this user: {remedy}"
 
 
 def _words(files: Files, path: str) -> list[str]:
@@ -270,6 +271,11 @@ class Hierarchy:
     def kills(self) -> bool:
         """Whether a whole group can be killed at once, as opposed to one process after the other."""
         return self.controllers[_TREE].usable
+
+    @property
+    def settled(self) -> bool:
+        """Whether `create` needs to move nothing: version 1, or the controllers are enabled already."""
+        return not [c for c in self._wanted() if c.version == 2 and c.name != _TREE and not self._enabled(c)]
 
     def create(
         self,
@@ -457,7 +463,7 @@ class Group:
 
     @property
     def paths(self) -> list[str]:
-        """The files to which a process writes "0" to join, all of them, before it starts anything."""
+        """The files to which a process writes "0" to join: all, in this order, before it starts others."""
         return [f"{directory}/cgroup.procs" for directory in _distinct(self._directories)]
 
     @property
