@@ -67,86 +67,30 @@ _FILTER_FLAG_WAIT_KILLABLE = 0x20
 _PER_LINUX, _PER_LINUX32, _UNAME26, _PER_QUERY = 0x0, 0x8, 0x20000, 0xFFFFFFFF
 _ADDR_NO_RANDOMIZE = 0x40000
 
-# fmt: off Not there at all: calls whose arguments a filter cannot see, and names that the kernel keeps but no
-# longer serves.
-_ABSENT = frozenset(
-    {
-        "clone3",
-        "_sysctl",
-        "afs_syscall",
-        "create_module",
-        "epoll_ctl_old",
-        "epoll_wait_old",
-        "get_kernel_syms",
-        "getpmsg",
-        "nfsservctl",
-        "putpmsg",
-        "query_module",
-        "security",
-        "tuxcall",
-        "uselib",
-        "vserver",
-    }
-)
+# fmt: off
+# Not there at all: calls whose arguments a filter cannot see, and names that the kernel no longer serves.
+_ABSENT = frozenset({
+    "clone3", "_sysctl", "afs_syscall", "create_module", "epoll_ctl_old", "epoll_wait_old",
+    "get_kernel_syms", "getpmsg", "nfsservctl", "putpmsg", "query_module", "security", "tuxcall", "uselib",
+    "vserver",
+})
 
-_REFUSED = frozenset(
-    {
-        # Mounts and namespaces.
-        "mount",
-        "umount2",
-        "pivot_root",
-        "open_tree",
-        "open_tree_attr",
-        "move_mount",
-        "fsopen",
-        "fsconfig",
-        "fsmount",
-        "fspick",
-        "mount_setattr",
-        "setns",
-        # Large or rarely audited parts of the kernel.
-        "bpf",
-        "userfaultfd",
-        "perf_event_open",
-        "io_uring_setup",
-        "io_uring_enter",
-        "io_uring_register",
-        "add_key",
-        "request_key",
-        "keyctl",
-        # Reaching into other processes.
-        "kcmp",
-        "pidfd_getfd",
-        "process_madvise",
-        "process_mrelease",
-        "migrate_pages",
-        # The machine: modules, kernels, clocks, ports, swap, accounting, the log.
-        "init_module",
-        "finit_module",
-        "delete_module",
-        "kexec_load",
-        "kexec_file_load",
-        "reboot",
-        "swapon",
-        "swapoff",
-        "acct",
-        "quotactl",
-        "quotactl_fd",
-        "syslog",
-        "settimeofday",
-        "clock_settime",
-        "clock_adjtime",
-        "adjtimex",
-        "iopl",
-        "ioperm",
-        "lookup_dcookie",
-        "vhangup",
-        # Ways around a path: a file by its handle, events for a whole file system.
-        "open_by_handle_at",
-        "fanotify_init",
-        "fanotify_mark",
-    }
-)
+_REFUSED = frozenset({
+    # Mounts and namespaces.
+    "mount", "umount2", "pivot_root", "open_tree", "open_tree_attr", "move_mount", "fsopen", "fsconfig",
+    "fsmount", "fspick", "mount_setattr", "setns",
+    # Large or rarely audited parts of the kernel.
+    "bpf", "userfaultfd", "perf_event_open", "io_uring_setup", "io_uring_enter", "io_uring_register",
+    "add_key", "request_key", "keyctl",
+    # Reaching into other processes.
+    "kcmp", "pidfd_getfd", "process_madvise", "process_mrelease", "migrate_pages",
+    # The machine: modules, kernels, clocks, ports, swap, accounting, the log.
+    "init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon",
+    "swapoff", "acct", "quotactl", "quotactl_fd", "syslog", "settimeofday", "clock_settime",
+    "clock_adjtime", "adjtimex", "iopl", "ioperm", "lookup_dcookie", "vhangup",
+    # Ways around a path: a file by its handle, events for a whole file system.
+    "open_by_handle_at", "fanotify_init", "fanotify_mark",
+})
 
 _PERMISSIVE_ONLY = frozenset({"ptrace", "process_vm_readv", "process_vm_writev", "chroot", "modify_ldt"})
 # fmt: on
