@@ -574,6 +574,10 @@ class Group:
             self.kill()
         return True
 
+    def remove_empty(self) -> bool:
+        """Remove it if nothing is in it any more, at once; False when something is."""
+        return self._try_remove()
+
     def _try_remove(self) -> bool:
         left = [path for path in _distinct(self._directories) if not _try_remove(self._files, path)]
         return not left

@@ -204,3 +204,27 @@ def pin(cpus: "Iterable[int]") -> frozenset[int]:
     if usable:
         os.sched_setaffinity(0, usable)
     return frozenset(os.sched_getaffinity(0))
+
+
+def affinity_for(cpus: float) -> list[int]:
+    """As many of this process's processors as a limit of `cpus` may use, at least one."""
+    own = sorted(os.sched_getaffinity(0))
+    return own[: max(1, min(len(own), round(cpus)))]
+
+
+def pid_of(pidfd: int) -> int:
+    """The pid behind a pidfd as this namespace counts, -1 when it has ended."""
+    content = _read(f"/proc/self/fdinfo/{pidfd}") or b""
+    for line in content.splitlines():
+        if line.startswith(b"Pid:"):
+            return int(line.split()[1])
+    return -1
+
+
+def session_inside(pid: int) -> int:
+    """The session of a process as its own pid namespace counts it, 0 if it cannot be told."""
+    content = _read(f"/proc/{pid}/status") or b""
+    for line in content.splitlines():
+        if line.startswith(b"NSsid:"):
+            return int(line.split()[-1])
+    return 0

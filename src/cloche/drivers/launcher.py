@@ -1,0 +1,316 @@
+"""The launcher: a small process that forks sandboxes.
+
+The engine never forks itself. It starts this once, with a clean environment and nothing secret in memory, and asks for
+sandboxes over a socket. The launcher is PID 1 of a pid namespace of its own, so when it dies, however it dies, the
+kernel ends every sandbox it made; and it exits as soon as the engine's end of the socket is closed.
+
+For an ordinary user it first enters a user namespace of its own, where it may mount. From there on there is one path:
+the sandbox's first process (`_birth`) builds the root with the launcher's rights, then enters a *further* user
+namespace, one per sandbox, in which it owns nothing, and becomes the agent.
+
+While nothing is asked it prepares what the next sandbox will need (`namespaces.Blank`).
+
+Imports: standard library, `linux`, `guest`. Run as `python -I -S -c …` by drivers/spawning.py.
+"""
+
+import errno
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+
+from cloche.guest import agent, calls, wire
+from cloche.linux import landlock, loops, mounts, namespaces, seccomp, syscalls
+
+_UNSHARED = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
+_AGENT_CAPS = 1 << syscalls.CAP_SETUID | 1 << syscalls.CAP_SETGID | 1 << syscalls.CAP_KILL
+RANGE = 65536
+USER = 1000
+
+
+class Launcher:
+    def __init__(self, link: socket.socket, config: "dict[str, object]") -> None:
+        self.link = link
+        self.rootless = bool(config["rootless"])
+        self.first_uid = int(config["first_uid"])  # type: ignore[call-overload]
+        self.free: list[int] = list(config["slots"])  # type: ignore[call-overload]
+        self.wanted = int(config["blanks"])  # type: ignore[call-overload]
+        self.blanks: list[namespaces.Blank] = []
+        self.children: dict[int, tuple[str, int]] = {}  # pid → sandbox id, slot
+        self.own_pidns = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.stage = mounts.make_stage(str(config["stage"]))
+        self.filters: dict[str, bytes] = {}
+        self.landlock_abi = landlock.abi()
+
+    # ── the loop ────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self.link.fileno(), select.POLLIN)
+        poll.register(wake_read, select.POLLIN)
+        wire.send(self.link, {"ready": True, "landlock_abi": self.landlock_abi, "pid": os.getpid()})
+        while True:
+            idle = len(self.blanks) >= self.wanted or not self.free
+            ready = [fd for fd, _ in poll.poll(None if idle else 0)]
+            if self.link.fileno() in ready and not self.serve_one():
+                return
+            if wake_read in ready:
+                os.read(wake_read, 4096)
+                self.reap()
+            if not ready and not idle:
+                self.blanks.append(self.make_blank())
+
+    def serve_one(self) -> bool:
+        received = wire.receive(self.link)
+        if received is None:
+            return False
+        message, fds = received
+        try:
+            if message["op"] == "prepare":
+                self.prepare(message, fds)
+        finally:
+            wire.close_all(fds)
+        return True
+
+    def make_blank(self) -> namespaces.Blank:
+        slot = self.free.pop()
+        first = self.first_uid + slot * RANGE
+        maps = [(USER, USER, 1)] if self.rootless else [(0, first, RANGE)]
+        return namespaces.make_blank(maps, maps, slot)
+
+    def prepare(self, message: "dict[str, object]", fds: "list[int]") -> None:
+        """Fork an embryo: a sandbox that has its namespaces and its cgroup, and waits on its link to be told the rest."""
+        sandbox = str(message["id"])
+        try:
+            blank = self.blanks.pop() if self.blanks else self.make_blank()
+        except (OSError, IndexError) as problem:
+            detail = problem.strerror if isinstance(problem, OSError) else "no uid range is free"
+            wire.send(self.link, {"refused": sandbox, "reason": str(detail)})
+            return
+        # SAFETY: only the next child enters the new pid namespace; the launcher goes back to its own at once, else its
+        # later children would share one. tests/drivers/test_launcher.py::test_sandboxes_do_not_share_a_pid_namespace
+        syscalls.unshare(syscalls.CLONE_NEWPID)
+        pid = os.fork()
+        if pid == 0:
+            self.birth(message, fds[0], blank)
+        syscalls.setns(self.own_pidns, syscalls.CLONE_NEWPID)
+        wire.close_all([blank.user_fd, blank.net_fd])
+        self.children[pid] = (sandbox, blank.slot)
+        pidfd = os.pidfd_open(pid)
+        wire.send(self.link, {"spawned": sandbox}, [pidfd])
+        os.close(pidfd)
+
+    def filter_of(self, profile: str) -> bytes:
+        if profile not in self.filters:
+            self.filters[profile] = seccomp.build(profile, notify=True)
+        return self.filters[profile]
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.children:
+                sandbox, slot = self.children.pop(pid)
+                self.free.insert(0, slot)
+                wire.send(self.link, {"died": sandbox, "status": status})
+
+    # ── in the child ────────────────────────────────────────────────────────────────────────────
+
+    def birth(self, message: "dict[str, object]", link_fd: int, blank: namespaces.Blank) -> None:
+        """Become a sandbox. Whatever fails is told to the engine with the step that failed; nothing half-made runs."""
+        status = 1
+        link = socket.socket(fileno=os.dup(link_fd))
+        try:
+            builder = self.gestate(message, link, blank)
+            received = wire.receive(link)
+            if received is not None:
+                self.become(received[0], link, builder)
+            status = 0
+        except BaseException as problem:
+            system = isinstance(problem, OSError)
+            text = f"{problem.strerror or problem}" if system else f"{type(problem).__name__}: {problem}"  # type: ignore[attr-defined]
+            wire.send(link, {"failed": text, "errno": problem.errno if system else None})  # type: ignore[attr-defined]
+        finally:
+            os._exit(status)
+
+    def gestate(self, message: "dict[str, object]", link: socket.socket, blank: namespaces.Blank) -> mounts.Builder:
+        """The part that is the same for every sandbox: cgroup, namespaces, /proc. Joining a cgroup and leaving a mount
+        namespace wait for the whole kernel (RCU), several milliseconds, so this happens before anybody asks."""
+        signal.set_wakeup_fd(-1)
+        _join(message["cgroups"])  # type: ignore[arg-type]
+        _keep_only(link.fileno(), blank.user_fd, blank.net_fd)
+        syscalls.setns(blank.net_fd, syscalls.CLONE_NEWNET)
+        os.close(blank.net_fd)
+        syscalls.unshare(_UNSHARED)
+        syscalls.unshare(syscalls.CLONE_NEWTIME)  # for its children: the agent itself reads no clock
+        socket.sethostname("cloche")
+        first = self.first_uid + blank.slot * RANGE
+        ids = (USER, USER) if self.rootless else (first, first)
+        builder = mounts.Builder(self.stage, user_fd=blank.user_fd, rootless=self.rootless, ids=ids)
+        builder.make_proc()
+        return builder
+
+    def become(self, message: "dict[str, object]", link: socket.socket, builder: mounts.Builder) -> None:
+        trace = [time.monotonic_ns()]
+        filter_ = self.filter_of(str(message["syscalls"]))
+        steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
+        builder.owner_fd = self.make_owner_map(message, builder)
+        self.mount_disk(message, steps)
+        trace.append(time.monotonic_ns())
+        builder.apply(steps)
+        trace.append(time.monotonic_ns())
+        terminals = os.open(self.stage.root + "/dev/pts", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        mounts.pivot(self.stage.root)
+        self.enter_user_namespace(builder.user_fd)
+        _limit(message["rlimits"], message.get("affinity"))  # type: ignore[arg-type]
+        _keep_only(link.fileno(), terminals)
+        trace.append(time.monotonic_ns())
+        listener = self.lock(message, filter_)
+        trace.append(time.monotonic_ns())
+        out = [terminals] if listener is None else [terminals, listener]
+        wire.send(link, {"ready": True, "trace": trace}, out)
+        wire.close_all(out)
+        agent.Agent(link, message["agent"]).run()  # type: ignore[arg-type]
+
+    def make_owner_map(self, message: "dict[str, object]", builder: mounts.Builder) -> int:
+        """The map of a workspace: its owner outside is the user inside, so that both can write the same files."""
+        owner = message.get("owner")
+        if self.rootless or not isinstance(owner, list):
+            return -1
+
+        def map_of(host: int) -> "list[namespaces.IdMap]":
+            root = [(0, builder.guest_uid, 1)] if host != 0 else []
+            return [*root, (host, builder.guest_uid + USER, 1)]
+
+        proc = self.stage.path + "/proc"
+        return namespaces.make_user(map_of(owner[0]), map_of(owner[1]), close_nested=False, proc=proc)
+
+    def mount_disk(self, message: "dict[str, object]", steps: "list[mounts.Step]") -> None:
+        """A private copy of the formatted image, on a loop device that frees itself with its mount."""
+        template = str(message.get("disk_template") or "")
+        if not template:
+            return
+        image = str(message["disk_image"])
+        loops.copy_image(template, image)
+        try:
+            self._loop, device = loops.attach(image)
+        finally:
+            os.unlink(image)
+        for step in steps:
+            if step[0] == "disk":
+                step[2] = device
+
+    def enter_user_namespace(self, user_fd: int) -> None:
+        # SAFETY: from here on this process has no rights over its own mounts, network or pid namespace, which belong to
+        # the launcher's user namespace. tests/security/test_kernel.py::test_root_inside_cannot_mount
+        syscalls.setns(user_fd, syscalls.CLONE_NEWUSER)
+        if not self.rootless:
+            os.setgroups([0])  # sees every process in /proc (its gid= option); commands lose it
+            os.setresgid(0, 0, 0)
+            os.setresuid(0, 0, 0)
+        syscalls.drop_bounding_set()
+        kept = 0 if self.rootless else _AGENT_CAPS
+        syscalls.set_caps(kept, kept, 0)
+
+    def lock(self, message: "dict[str, object]", filter_: bytes) -> "int | None":
+        """The last steps, after which nothing can be gained back."""
+        syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+        # SAFETY: set after the credentials changed, because that clears it. tests/engine/test_faults.py
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+        if not self.rootless:
+            calls.FileIdentity.begin(USER)
+        if self.landlock_abi:
+            rules = [(str(path), int(access)) for path, access in message["landlock"]]  # type: ignore[union-attr,attr-defined]
+            landlock.restrict(rules, abi=self.landlock_abi)
+        return seccomp.load(filter_, listener=True)
+
+
+def _join(paths: "list[str]") -> None:
+    for path in paths:
+        with open(path, "wb", buffering=0) as file:
+            file.write(b"0")
+
+
+def _keep_only(*kept: int) -> None:
+    """Close every descriptor but stdio (/dev/null) and these."""
+    low = 3
+    for fd in sorted(fd for fd in kept if fd >= 0):
+        if fd > low:
+            syscalls.close_range(low, fd - 1)
+        low = fd + 1
+    syscalls.close_range(low)
+
+
+def _limit(limits: "dict[str, int]", affinity: "list[int] | None") -> None:
+    for name, value in limits.items():
+        kind = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    if affinity:
+        os.sched_setaffinity(0, affinity)
+
+
+def _enter_own_namespaces(rootless: bool) -> None:
+    if rootless:
+        uid, gid = os.getuid(), os.getgid()  # read before: afterwards both are 65534
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        for name, text in (("uid_map", f"{USER} {uid} 1"), ("setgroups", "deny"), ("gid_map", f"{USER} {gid} 1")):
+            with open("/proc/self/" + name, "w") as file:
+                file.write(text)
+    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID)
+    if os.fork():
+        os._exit(0)  # the engine waits for this one, and knows the child by its socket
+    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+    # The host's /proc counts pids as the host does; maps are written by the numbers that this namespace gives.
+    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+
+
+def _quiet_stdio() -> None:
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+
+
+def main(fd: int) -> None:
+    """Serve the engine at the other end of descriptor `fd`; never returns."""
+    link = socket.socket(fileno=fd)
+    received = wire.receive(link)
+    if received is None:
+        os._exit(0)
+    config = received[0]
+    try:
+        _enter_own_namespaces(bool(config["rootless"]))
+        _prime()
+        launcher = Launcher(link, config)
+        _quiet_stdio()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is the engine's business
+    except OSError as problem:
+        wire.send(link, {"ready": False, "errno": problem.errno, "reason": str(problem)})
+        os._exit(1)
+    launcher.run()
+    os._exit(0)
+
+
+def _prime() -> None:
+    """Everything first use would pay for in each child, paid once; then keep the collector from touching pages."""
+    syscalls.prime()
+    agent.prime()
+    os.strerror(errno.EPERM)
+    sys.stdout.flush()
+    gc.collect()
+    gc.disable()
+    gc.freeze()

@@ -1,0 +1,267 @@
+"""A machine behind an agent: what every driver that runs our guest has in common.
+
+Executions, files, watches and terminals over one link, and the listener for refused system calls. What a driver adds is
+how the machine is born, held and ended: `_signal_all`, `_release`, and what it can say about usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
+import socket
+from typing import Any
+
+from cloche import errors, interfaces, model
+from cloche.drivers import borders, link
+from cloche.guest import wire
+from cloche.linux import processes, seccomp
+
+_TIOCSPTLCK, _TIOCGPTPEER = 0x40045431, 0x5441
+_MAX_NOTIFIED = 256  # refused calls reported per sandbox; then the listener is closed and they answer ENOSYS
+_WATCH_BACKLOG = 10_000
+
+
+_FILE_EVENTS = ("create", "write", "remove", "rename", "chmod", "overflow")
+
+
+class GuestMachine(interfaces.Machine):
+    def __init__(
+        self, sandbox_id: str, sock: socket.socket, limits: dict[str, model.Limit], isolation: model.Isolation
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.id = sandbox_id
+        self.isolation = isolation
+        self.limits = limits
+        self.ended = loop.create_future()
+        self.on_denial = lambda _pid, _denial: None
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.trace: list[int] = []
+        self._loop = loop
+        self._terminals = -1
+        self._listener = -1
+        self._notified = 0
+        self._children: dict[int, asyncio.Future[interfaces.ExitStatus]] = {}
+        self._early: dict[int, interfaces.ExitStatus] = {}
+        self._watches: dict[int, asyncio.Queue[model.FileEvent]] = {}
+        self._reason = ""
+        self._gone = False
+        self._link = link.Link(sock, on_frame=self._frame, on_end=self._link_ended)
+
+    # ── birth and end ───────────────────────────────────────────────────────────────────────────
+
+    def _frame(self, frame: link.Frame, fds: list[int]) -> None:
+        if frame.ready and not self.ready.done():
+            # These two come from the set-up, before anything hostile ran in there.
+            self._terminals = fds.pop(0) if fds else -1
+            if fds:
+                self._listen(fds.pop(0))
+            self.trace = frame.trace
+            self.ready.set_result(None)
+        elif frame.failed is not None and not self.ready.done():
+            self.ready.set_exception(_creation_error(frame))
+        elif frame.exit is not None:
+            self._child_exited(frame)
+        elif frame.watch >= 0 and frame.watch in self._watches:
+            self._watched(self._watches[frame.watch], frame.events)
+        wire.close_all(fds)
+
+    def _watched(self, queue: asyncio.Queue[model.FileEvent], events: list[tuple[str, str]]) -> None:
+        for kind, path in events[:1000]:
+            if kind in _FILE_EVENTS and queue.qsize() < _WATCH_BACKLOG:
+                queue.put_nowait(model.FileEvent(type=kind, path=path[:4096]))  # type: ignore[arg-type]
+
+    def _child_exited(self, frame: link.Frame) -> None:
+        status = frame.status
+        code = None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        ended = interfaces.ExitStatus(code, number, frame.cpu_ms, frame.rss_kib / 1024)
+        future = self._children.pop(frame.exit or 0, None)
+        if future is None:
+            if len(self._early) < 1000:
+                self._early[frame.exit or 0] = ended  # the exit overtook the answer to its start
+        elif not future.done():
+            future.set_result(ended)
+
+    def _link_ended(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        if not self.ready.done():
+            self.ready.set_exception(
+                errors.error("sandbox_create_failed", f"the sandbox ended while it was made: {reason}")
+            )
+            self.ready.exception()
+        self.kill_now()
+
+    def died(self, reason: str = "") -> None:
+        """Nothing inside runs any more: let go of everything, once."""
+        if self._gone:
+            return
+        self._gone = True
+        self._reason = self._reason or reason or "its first process ended"
+        self._link.close(self._reason)
+        if self._terminals >= 0:
+            os.close(self._terminals)
+        self._stop_listening()
+        self._release()
+        for future in self._children.values():
+            if not future.done():
+                future.set_exception(errors.error("sandbox_lost", f"the sandbox has ended: {self._reason}"))
+                future.exception()
+        self._children.clear()
+        if not self.ended.done():
+            self.ended.set_result(self._reason)
+
+    def _release(self) -> None:
+        """Close and remove what the driver holds for this machine."""
+        raise NotImplementedError
+
+    # ── processes ───────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, start: interfaces.Start) -> interfaces.Child:
+        if start.user == "root" and not self.isolation.uid_range:
+            raise errors.error(
+                "needs_subuids",
+                "user='root' needs a range of user ids, and this sandbox has one",
+                hint="run Cloche as root, or run the command as the user",
+            )
+        command = {"line": start.command} if isinstance(start.command, str) else {"argv": list(start.command)}
+        fields = {**command, "env": start.env, "cwd": start.cwd, "user": start.user, "pty": start.pty}
+        try:
+            answer = await self._link.request("exec", fields, start.fds)
+        except OSError as problem:
+            raise _start_error(problem, start) from None
+        pid = answer.frame.pid
+        wire.close_all(answer.fds)
+        future: asyncio.Future[interfaces.ExitStatus] = self._loop.create_future()
+        early = self._early.pop(pid, None)
+        if early is not None:
+            future.set_result(early)
+        else:
+            self._children[pid] = future
+        return interfaces.Child(pid, future)
+
+    async def signal(self, pid: int, number: int, *, scope: str = "group") -> None:
+        try:
+            await self._link.request("signal", {"pid": pid, "sig": number, "scope": scope})
+        except OSError as problem:
+            raise errors.error("execution_finished", f"the process is not there any more: {problem.strerror}") from None
+
+    def open_terminal(self) -> interfaces.Terminal:
+        """The engine opens the master itself, in the instance mounted before anything hostile ran: a master passed out
+        by the guest would share its flags, and a cleared O_NONBLOCK would stop the engine."""
+        master = os.open("ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._terminals)
+        try:
+            fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
+            slave: int = fcntl.ioctl(master, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY)
+        except OSError:
+            os.close(master)
+            raise
+        os.set_inheritable(slave, False)
+        return interfaces.Terminal(master, slave)
+
+    async def set_environment(self, env: dict[str, str]) -> None:
+        await self._link.request("env", {"set": env})
+
+    async def connect(self, port: int) -> int:
+        try:
+            answer = await self._link.request("connect", {"port": port})
+        except OSError as problem:
+            raise errors.error("connection_lost", f"nothing listens on port {port} inside: {problem.strerror}") from None
+        return link.only_socket(answer.fds)
+
+    # ── files ───────────────────────────────────────────────────────────────────────────────────
+
+    async def open_file(self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False) -> int:
+        fields = {"path": path, "flags": flags, "mode": mode, "user": user, "parents": parents}
+        with borders.paths(path):
+            answer = await self._link.request("open", fields)
+            return link.only_regular(answer.fds)
+
+    async def file_act(self, act: str, path: str, *, user: str = "user", **arguments: Any) -> Any:
+        with borders.paths(path):
+            answer = await self._link.request(act, {"path": path, "user": user, **arguments})
+        wire.close_all(answer.fds)
+        return answer.frame
+
+    async def watch(self, path: str, *, recursive: bool, user: str = "user") -> AsyncIterator[model.FileEvent]:
+        with borders.paths(path):
+            answer = await self._link.request("watch", {"path": path, "recursive": recursive, "user": user})
+        queue: asyncio.Queue[model.FileEvent] = asyncio.Queue(maxsize=0)
+        self._watches[answer.frame.watch] = queue
+        try:
+            while True:
+                getting = asyncio.ensure_future(queue.get())
+                done, _ = await asyncio.wait({getting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+                if getting not in done:
+                    getting.cancel()
+                    return
+                yield getting.result()
+        finally:
+            self._watches.pop(answer.frame.watch, None)
+            if not self._link.closed:
+                with suppress(errors.ClocheError, OSError):
+                    await self._link.request("unwatch", {"watch": answer.frame.watch})
+
+    # ── refused system calls ────────────────────────────────────────────────────────────────────
+
+    def _listen(self, fd: int) -> None:
+        self._listener = fd
+        self._loop.add_reader(fd, self._refused_call)
+
+    def _stop_listening(self) -> None:
+        if self._listener >= 0:
+            self._loop.remove_reader(self._listener)
+            os.close(self._listener)
+            self._listener = -1
+
+    def _refused_call(self) -> None:
+        """Answer EPERM and tell. A guest that floods is answered ENOSYS by the kernel from then on, at no cost to us."""
+        try:
+            call = seccomp.receive(self._listener)
+        except OSError:
+            self._stop_listening()
+            return
+        if call is None:
+            return
+        leader = processes.session_inside(call.pid)
+        seccomp.refuse(self._listener, call.id)
+        self.on_denial(leader, _denial(call))
+        self._notified += 1
+        if self._notified >= _MAX_NOTIFIED:
+            self._stop_listening()
+
+
+def _denial(call: seccomp.Notification) -> model.Denial:
+    return model.Denial(
+        kind="syscall", operation=call.name, target=", ".join(f"{a:#x}" for a in call.args[:3]),
+        rule=f"syscalls.{call.name}", hint=_HINTS.get(call.name, "this call is not available inside the sandbox"),
+        evidence="seccomp",
+    )  # fmt: skip
+
+
+_HINTS = {
+    "ptrace": "debuggers need profile='permissive'",
+    "mount": "file systems cannot be mounted inside; ask for a volume or workspace instead",
+    "unshare": "namespaces cannot be made inside; the sandbox already is one",
+    "clone": "namespaces cannot be made inside; the sandbox already is one",
+}
+
+
+def _creation_error(frame: link.Frame) -> errors.ClocheError:
+    text = f"the sandbox could not be made: {frame.failed}"
+    if frame.errno == 28:  # ENOSPC
+        return errors.error("disk_full", text, hint="free space below CLOCHE_HOME, or ask for a smaller disk_mib")
+    return errors.error("sandbox_create_failed", text, hint="run `cloche doctor`")
+
+
+def _start_error(problem: OSError, start: interfaces.Start) -> errors.ClocheError:
+    if problem.errno in (2, 20):
+        return errors.error(
+            "cwd_not_found", f"there is no directory {start.cwd!r} inside", hint="make it first (box.files.make_dir)"
+        )
+    if problem.errno == 11:
+        return errors.error("sandbox_create_failed", "the sandbox may not start another process (pids limit)", hint="raise pids")
+    return errors.error("sandbox_create_failed", f"the command could not be started: {problem.strerror}")

@@ -1,0 +1,441 @@
+"""The driver `namespaces`: sandboxes forked by a launcher, held by the kernel's own means.
+
+A machine is: one process tree in its own pid namespace, one socket to its agent, one pidfd, one cgroup, and a listener
+for the system calls its filter refuses. Nothing of it has a name on the host but the cgroup, so nothing else needs
+sweeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import struct
+from collections import deque
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cloche import errors, interfaces, model, policy
+from cloche.drivers import machine, spawning
+from cloche.guest import wire
+from cloche.images import host
+from cloche.linux import cgroups, landlock, loops, mounts, processes
+
+FIRST_UID = 0x7000_0000
+SLOTS = 32_768
+_MOST_EMBRYOS = 24
+BLOCK = 512  # uid ranges that one engine takes at a time
+_F_OFD_SETLK = 37
+_MIB = 1 << 20
+_READY_TIMEOUT_S = 20.0
+
+
+class Facts(NamedTuple):
+    """What this host gave the driver at its start."""
+
+    rootless: bool
+    landlock_abi: int
+    loop_disks: bool
+    groups: cgroups.Hierarchy
+    missing: tuple[str, ...]
+
+
+class LauncherFrame(msgspec.Struct):
+    ready: bool | None = None
+    landlock_abi: int = 0
+    reason: str = ""
+    spawned: str | None = None
+    refused: str | None = None
+    died: str | None = None
+    status: int = 0
+
+
+_UNBORN = model.Isolation(level="namespaces", driver="namespaces")
+
+_decode = msgspec.json.Decoder(LauncherFrame).decode
+
+
+class NamespacesDriver(interfaces.Driver):
+    name = "namespaces"
+    level: model.Level = "namespaces"
+
+    def __init__(self, home: str, *, launch: spawning.Launch | None = None, blanks: int = 4, rootless: bool | None = None) -> None:
+        self._home = home
+        self._launch = launch
+        self._blanks = blanks
+        self._rootless = rootless
+        self._machines: dict[str, NamespacesMachine] = {}
+        self._embryos: deque[NamespacesMachine] = deque()
+        self._fewest = self._wanted = 1
+        self._ready: asyncio.Future[LauncherFrame] | None = None
+        self._slots_file = -1
+        self._closed = False
+        self.facts: Facts
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        rootless = self._rootless if self._rootless is not None else not spawning.is_privileged()
+        try:
+            frame = await self._start_launcher(rootless)
+        except errors.NotSupported:
+            if rootless:
+                raise
+            # Root of a container is not root of the host: ids cannot be mapped there, but a user namespace may still work.
+            rootless = True
+            frame = await self._start_launcher(rootless)
+        self._image = host.prepare(os.path.join(self._home, "images"))
+        groups = cgroups.detect()
+        loop_disks = not rootless and os.access("/dev/loop-control", os.W_OK)
+        missing = []
+        if not frame.landlock_abi:
+            missing.append("Landlock is not enabled in this kernel")
+        if not loop_disks:
+            missing.append("disk space is memory (tmpfs): loop devices need root")
+        self.facts = Facts(rootless, frame.landlock_abi, loop_disks, groups, tuple(missing))
+        self._refill()
+
+    async def _start_launcher(self, rootless: bool) -> LauncherFrame:
+        launch = self._launch or spawning.start()
+        self._launch = None
+        self._link = launch.link
+        self._link.setblocking(False)
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(self._link.fileno(), self._readable)
+        slots = [] if rootless else self._take_slots()
+        stage = os.path.join(self._home, "stage")
+        os.makedirs(stage, mode=0o700, exist_ok=True)
+        config = {
+            "rootless": rootless, "first_uid": FIRST_UID, "slots": slots or list(range(4096)),
+            "blanks": self._blanks, "stage": stage,
+        }  # fmt: skip
+        wire.send(self._link, config)
+        try:
+            frame = await asyncio.wait_for(asyncio.shield(self._ready), _READY_TIMEOUT_S)
+        except (TimeoutError, OSError):
+            frame = LauncherFrame(ready=False, reason="the launcher did not answer")
+        with suppress(ChildProcessError):
+            os.waitpid(launch.pid, 0)  # the intermediate one; the launcher itself is known by its socket
+        if not frame.ready:
+            self._drop_link()
+            raise errors.error(
+                "kernel_feature_missing",
+                f"this host does not let Cloche make namespaces: {frame.reason}",
+                hint="run `cloche doctor` for the cause and the fix",
+            )
+        return frame
+
+    def _take_slots(self) -> list[int]:
+        """A block of uid ranges that no other engine of this host uses: a byte of one file, locked while we live."""
+        directory = "/run/cloche" if os.access("/run", os.W_OK) else self._home
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        self._slots_file = os.open(f"{directory}/uids", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        blocks = SLOTS // BLOCK
+        start = secrets.randbelow(blocks)
+        for offset in range(blocks):
+            block = (start + offset) % blocks
+            try:
+                fcntl.fcntl(self._slots_file, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, block, 1, 0))
+            except OSError:
+                continue
+            return list(range(block * BLOCK, (block + 1) * BLOCK))
+        raise errors.error("capacity_exceeded", f"{blocks} engines already hold all uid ranges of this host")
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.gather(*(m.kill("the engine closed") for m in list(self._machines.values())))
+        self._drop_link()
+        if self._slots_file >= 0:
+            os.close(self._slots_file)
+
+    def _drop_link(self) -> None:
+        with suppress(OSError, ValueError):
+            asyncio.get_running_loop().remove_reader(self._link.fileno())
+        self._link.close()
+
+    def sweep(self, keep: set[str]) -> list[str]:
+        """Cgroups carry their engine's pid and start time in their name; those of dead engines are removed."""
+        swept = []
+        for group in cgroups.detect().sweep("cloche-"):
+            if group.name not in keep and not _owner_lives(group.name) and group.remove():
+                swept.append(group.name)
+        return swept
+
+    # ── the launcher's messages ─────────────────────────────────────────────────────────────────
+
+    def _readable(self) -> None:
+        while True:
+            try:
+                body, fds = wire.receive_raw(self._link)
+            except BlockingIOError:
+                return
+            except OSError:
+                body, fds = b"", []
+            if not body:
+                self._launcher_ended()
+                return
+            self._dispatch(_decode(body), fds)
+
+    def _dispatch(self, frame: LauncherFrame, fds: list[int]) -> None:
+        if frame.ready is not None and self._ready is not None and not self._ready.done():
+            self._ready.set_result(frame)
+        elif frame.spawned is not None and frame.spawned in self._machines:
+            self._machines[frame.spawned].born(fds.pop())
+        elif frame.refused is not None and frame.refused in self._machines:
+            self._machines[frame.refused].refused(frame.reason)
+        elif frame.died is not None and frame.died in self._machines:
+            self._machines[frame.died].died()
+        wire.close_all(fds)
+
+    def _launcher_ended(self) -> None:
+        self._drop_link()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(LauncherFrame(ready=False, reason="the launcher ended"))
+        for lost in list(self._machines.values()):
+            lost.died("the launcher ended")
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and self._link.fileno() >= 0
+
+    # ── making one ──────────────────────────────────────────────────────────────────────────────
+
+    async def create(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> NamespacesMachine:
+        if not self.alive:
+            await self._start_launcher(self.facts.rootless)
+        self._require(rules)
+        made = self._embryos.popleft() if self._embryos else self._conceive()
+        try:
+            await made.spawned
+            made.assign(sandbox_id, self._isolation(rules))
+            rlimits, affinity = made.hold(spec.resources, disk_is_memory=not self.facts.loop_disks)
+            made.tell(self._message(sandbox_id, spec, rules, rlimits, affinity))
+            await made.ready
+        except BaseException:
+            await made.kill("creation failed")
+            raise
+        finally:
+            self._refill()
+        return made
+
+    # Embryos: sandboxes that have their namespaces and cgroup and nothing else, made before anybody asks.
+
+    def _conceive(self) -> NamespacesMachine:
+        group = self._make_group()
+        here, there = wire.pair()
+        embryo = NamespacesMachine(self, here, group)
+        self._machines[embryo.key] = embryo
+        try:
+            message = {"op": "prepare", "id": embryo.key, "cgroups": group.paths if group is not None else []}
+            wire.send(self._link, message, [there.fileno()])
+        except OSError as problem:
+            embryo.spawned.set_exception(
+                errors.error("capacity_exceeded", f"the launcher cannot take more work: {problem.strerror}", hint="try again")
+            )
+        finally:
+            there.close()
+        return embryo
+
+    def _refill(self) -> None:
+        """Keep some ready; more while they are used up faster than they are made."""
+        if not self._embryos:
+            self._wanted = min(self._wanted * 2, _MOST_EMBRYOS)
+        elif len(self._embryos) > self._wanted // 2:
+            self._wanted = max(self._wanted - 1, self._fewest)
+        if self.alive:
+            for _ in range(self._wanted - len(self._embryos)):
+                self._embryos.append(self._conceive())
+
+    def _require(self, rules: policy.Policy) -> None:
+        held = {"seccomp", "user_namespace"}
+        held |= {"landlock"} if self.facts.landlock_abi else set()
+        held |= {f"cgroup_{name}" for name in self.facts.groups.enforceable}
+        held |= {"uid_range"} if not self.facts.rootless else set()
+        held |= {"disk"} if self.facts.loop_disks else set()
+        for feature in rules.required:
+            if feature not in held:
+                raise errors.error(
+                    "kernel_feature_missing",
+                    f"the policy requires {feature!r}, which this host does not give",
+                    hint="run `cloche doctor`, or drop it from policy.required",
+                )
+
+    def _make_group(self) -> cgroups.Group | None:
+        if not self.facts.groups.enforceable and not self.facts.groups.kills:
+            return None
+        return self.facts.groups.create(f"cloche-{_owner()}-{secrets.token_hex(4)}")
+
+    def _isolation(self, rules: policy.Policy) -> model.Isolation:
+        return model.Isolation(
+            level="namespaces", driver=self.name, user_namespace=True, seccomp=True,
+            landlock_abi=self.facts.landlock_abi, uid_range=not self.facts.rootless, root=rules.root, network="off",
+            missing=self.facts.missing,
+        )  # fmt: skip
+
+    def _message(
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, rlimits: dict[str, int],
+        affinity: list[int] | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        resources = spec.resources
+        view = mounts.View(
+            skeleton=self._image.skeleton, layers=self._image.layers, writable=rules.root == "overlay", disk_image="",
+            disk_mib=resources.disk_mib, shm_mib=max(1, min(resources.memory_mib // 2, 1024)),
+        )  # fmt: skip
+        message: dict[str, Any] = {
+            "steps": mounts.plan(view), "rlimits": rlimits, "affinity": affinity, "syscalls": rules.syscalls,
+            "landlock": _landlock_rules(rules),
+            "agent": {
+                "env": {**self._image.environment, **spec.env}, "cwd": "/workspace", "uid": host.USER_ID,
+                "can_switch": not self.facts.rootless,
+            },
+        }  # fmt: skip
+        if self.facts.loop_disks:
+            message["disk_template"] = self._disk_template(resources.disk_mib)
+            message["disk_image"] = os.path.join(self._home, "sandboxes", f"{sandbox_id}.disk")
+        return message
+
+    def _disk_template(self, mib: int) -> str:
+        path = os.path.join(self._home, "images", f"disk-{mib}.ext4")
+        if not os.path.exists(path):
+            os.makedirs(os.path.join(self._home, "sandboxes"), mode=0o700, exist_ok=True)
+            loops.format_image(path, mib)
+        return path
+
+    def discard(self, group: cgroups.Group) -> None:
+        """Remove a group whose processes are gone; what the kernel still counts as busy goes in the background."""
+        if not group.remove_empty():
+            asyncio.get_running_loop().run_in_executor(None, group.remove)
+
+    def forget(self, gone: NamespacesMachine) -> None:
+        self._machines.pop(gone.key, None)
+        with suppress(ValueError):
+            self._embryos.remove(gone)
+
+
+class NamespacesMachine(machine.GuestMachine):
+    def __init__(self, driver: NamespacesDriver, sock: socket.socket, group: cgroups.Group | None) -> None:
+        super().__init__("", sock, {}, _UNBORN)
+        self.key = secrets.token_hex(8)
+        self.spawned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._driver = driver
+        self._group = group
+        self._pidfd = -1
+        self._paused = False
+
+    def born(self, pidfd: int) -> None:
+        self._pidfd = pidfd
+        if not self.spawned.done():
+            self.spawned.set_result(None)
+
+    def refused(self, reason: str) -> None:
+        if not self.spawned.done():
+            self.spawned.set_exception(errors.error("sandbox_create_failed", f"no sandbox could be made: {reason}"))
+            self.spawned.exception()
+        self.died(reason)
+
+    def assign(self, sandbox_id: str, isolation: model.Isolation) -> None:
+        self.id = sandbox_id
+        self.isolation = isolation
+
+    def hold(self, resources: model.Resources, *, disk_is_memory: bool) -> tuple[dict[str, int], list[int] | None]:
+        """Apply the limits, and say for each who holds it: the kernel, a look from time to time, or nobody."""
+        enforced: frozenset[str] = frozenset()
+        if self._group is not None:
+            # One more process than asked for: the agent is not the user's.
+            enforced = self._group.set_limits(
+                memory_mib=resources.memory_mib, cpus=resources.cpus, pids=resources.pids + 1
+            )
+        rlimits, affinity = {"CORE": 0}, None
+        memory, pids, cpus = resources.memory_mib, resources.pids, resources.cpus
+        held = model.Limit(value=memory, enforcement="enforced", by="cgroup")
+        watched = model.Limit(value=memory, enforcement="watched", by="proportional memory of the tree")
+        self.limits["memory_mib"] = held if "memory" in enforced else watched
+        if "pids" not in enforced:
+            rlimits["NPROC"] = pids + 1
+        by = "cgroup" if "pids" in enforced else "RLIMIT_NPROC"
+        self.limits["pids"] = model.Limit(value=pids, enforcement="enforced", by=by)
+        if "cpus" in enforced:
+            self.limits["cpus"] = model.Limit(value=cpus, enforcement="enforced", by="cgroup")
+        else:
+            affinity = processes.affinity_for(cpus)
+            self.limits["cpus"] = model.Limit(value=len(affinity), enforcement="enforced", by="affinity")
+        disk = "tmpfs, counted as memory" if disk_is_memory else "loop file system"
+        self.limits["disk_mib"] = model.Limit(value=resources.disk_mib, enforcement="enforced", by=disk)
+        return rlimits, affinity
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._link.post(message)
+
+    async def kill(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self.kill_now()
+        if not self._driver.alive or self._pidfd < 0:
+            self.died()
+        await asyncio.shield(self.ended)
+
+    def kill_now(self) -> None:
+        """PID 1's death is the death of its pid namespace."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._paused and self._group is not None:
+            self._group.thaw()  # a task frozen by cgroup v1 does not die on SIGKILL
+
+    def _release(self) -> None:
+        self._driver.forget(self)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._group is not None:
+            self._driver.discard(self._group)
+
+    def usage(self) -> interfaces.Usage:
+        if self._group is not None:
+            stats = self._group.stats()
+            return interfaces.Usage(
+                (stats.memory_bytes or 0) / _MIB, (stats.memory_peak_bytes or 0) / _MIB, stats.cpu_ms or 0,
+                stats.pids or 0, stats.oom_kills or 0,
+            )  # fmt: skip
+        pids = processes.descendants(self.host_pid)
+        return interfaces.Usage(processes.tree_pss_mib([self.host_pid, *pids]), 0, 0, len(pids), 0)
+
+    @property
+    def host_pid(self) -> int:
+        return processes.pid_of(self._pidfd)
+
+    async def pause(self) -> None:
+        if self._group is None or not self._group.freeze():
+            raise errors.error("not_supported_by_driver", "pausing needs a cgroup with a freezer, and this host gives none")
+        self._paused = True
+
+    async def resume(self) -> None:
+        if self._group is not None:
+            self._group.thaw()
+        self._paused = False
+
+
+def _landlock_rules(rules: policy.Policy) -> list[tuple[str, int]]:
+    if rules.root == "overlay":
+        return [("/", landlock.ALL)]
+    writable = [(path, landlock.ALL) for path in (*mounts.PRIVATE, "/dev", "/proc")]
+    return [("/", landlock.READ_ONLY), *writable]
+
+
+def _owner() -> str:
+    return f"{os.getpid()}-{processes.start_time(os.getpid())}"
+
+
+def _owner_lives(group: str) -> bool:
+    parts = group.split("-")
+    try:
+        return processes.start_time(int(parts[1])) == int(parts[2])
+    except (IndexError, ValueError, OSError):
+        return False

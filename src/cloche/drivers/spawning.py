@@ -1,0 +1,51 @@
+"""Starting a launcher, as early and as cheaply as possible.
+
+Standard library only, and little of it: a one-shot `cloche run` starts its launcher first and imports the rest of the
+engine while the launcher gets ready on the other core.
+"""
+
+import os
+import socket
+import sys
+
+from cloche import errors
+from cloche.guest import wire
+
+_PROGRAM = "import sys; sys.path.insert(0, {root!r}); from cloche.drivers.launcher import main; main(3)"
+CAP_SYS_ADMIN = 21
+
+
+class Launch:
+    """A launcher that was started: the engine's end of its socket, and the process that will be reaped."""
+
+    def __init__(self, link: socket.socket, pid: int) -> None:
+        self.link = link
+        self.pid = pid
+
+
+def start() -> Launch:
+    if not sys.executable:
+        raise errors.error("sandbox_create_failed", "this Python does not know its own executable (sys.executable)")
+    here, there = wire.pair()
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0),
+        (os.POSIX_SPAWN_DUP2, there.fileno(), 3),
+    ]
+    if there.fileno() == 3:
+        there.set_inheritable(True)  # dup2 onto itself keeps close-on-exec
+    program = _PROGRAM.format(root=root)
+    # An empty environment: nothing of the caller's enters, not even by accident of inheritance.
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", program], {}, file_actions=actions)
+    there.close()
+    return Launch(here, pid)
+
+
+def is_privileged() -> bool:
+    """Whether this process may mount for the whole host (CAP_SYS_ADMIN); otherwise the rootless way is taken."""
+    with open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"CapEff:"):
+                return bool(int(line.split()[1], 16) >> CAP_SYS_ADMIN & 1) and os.geteuid() == 0
+    return False

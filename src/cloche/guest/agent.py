@@ -1,0 +1,465 @@
+"""The agent: PID 1 of a sandbox, serving executions, signals and files over one socket.
+
+It was forked, not started: everything it will ever need is imported before the root changed under it, and it never
+imports again. It reaps every orphan, and when its link to the host ends, it ends, and the kernel ends the rest.
+
+With a range of uids it is uid 0 of its user namespace with three capabilities (SETUID, SETGID, KILL) and touches
+files as uid 1000 (`fsuid`); commands run as 1000. With a single uid it has no capability, and commands run as it does.
+
+Requests carry `n` and are answered with the same `n`; an `errno` in an answer means that it failed. The one message
+sent unasked is `{"exit": pid, …}`.
+"""
+
+import _signal
+import errno
+import fcntl
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import termios
+
+from cloche.guest import calls, wire
+
+_IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ), int(signal.SIGINT), int(signal.SIGHUP))
+_SHELLS = ("/bin/bash", "/bin/sh")
+_LIST_LIMIT = 20_000
+_BATCH = 400  # directory entries in one frame: well under wire.INLINE
+
+
+class Agent:
+    def __init__(self, link: socket.socket, config: "dict[str, object]") -> None:
+        self.link = link
+        self.base_env: dict[str, str] = dict(config["env"])  # type: ignore[call-overload]
+        self.default_cwd = str(config["cwd"])
+        self.can_switch = bool(config["can_switch"])
+        self.uid = int(config["uid"])  # type: ignore[call-overload]
+        self.leaders: set[int] = set()
+        self.watches: dict[int, Watch] = {}
+        self.shell = next((s for s in _SHELLS if os.access(s, os.X_OK)), "/bin/sh")
+        self.poll = select.poll()
+        self.acts = {
+            "exec": self.exec, "signal": self.signal, "open": self.open, "stat": self.stat, "list": self.list,
+            "move": self.move, "remove": self.remove, "make_dir": self.make_dir, "chmod": self.chmod,
+            "watch": self.watch, "unwatch": self.unwatch, "env": self.env, "connect": self.connect,
+            "ping": self.ping, "processes": self.processes,
+        }  # fmt: skip
+
+    def run(self) -> None:
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.poll.register(self.link.fileno(), select.POLLIN)
+        self.poll.register(wake_read, select.POLLIN)
+        while True:
+            for descriptor, _ in self.poll.poll():
+                if descriptor == self.link.fileno():
+                    if not self.serve_one():
+                        return
+                elif descriptor == wake_read:
+                    os.read(wake_read, 4096)
+                    self.reap()
+                elif descriptor in self.watches:
+                    self.send({"watch": descriptor, "events": self.watches[descriptor].read()})
+
+    def serve_one(self) -> bool:
+        received = wire.receive(self.link)
+        if received is None:
+            return False
+        message, fds = received
+        answer: dict[str, object]
+        out: list[int] = []
+        try:
+            answer, out = self.acts[str(message["op"])](message, fds)
+        except OSError as problem:
+            answer = {"errno": problem.errno or errno.EIO, "path": str(problem.filename or "")}
+        except Exception as problem:
+            answer = {"errno": errno.EINVAL, "path": f"{type(problem).__name__}: {problem}"[:500]}
+        finally:
+            wire.close_all(fds)
+        answer["n"] = message["n"]
+        self.send(answer, out)
+        wire.close_all(out)
+        return True
+
+    def send(self, message: "dict[str, object]", fds: "list[int] | tuple[int, ...]" = ()) -> None:
+        try:
+            wire.send(self.link, message, fds)
+        except OSError:
+            os._exit(0)  # the host is gone; so are we
+
+    # ── executions ──────────────────────────────────────────────────────────────────────────────
+
+    def exec(self, message: "dict[str, object]", fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        """Start a command. Descriptors: stdin, stdout, stderr (or one terminal), then extra ones for 3, 4, …"""
+        environment = {**self.base_env, **message["env"]}  # type: ignore[dict-item]
+        identity = self.identity(message)
+        if identity == 0:
+            environment.update(HOME="/root", USER="root", LOGNAME="root", **message["env"])  # type: ignore[arg-type]
+        cwd = self.locate_cwd(str(message.get("cwd") or self.default_cwd), identity)
+        argv = [os.fsencode(a) for a in self.arguments(message, fds)]
+        terminal = bool(message.get("pty"))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.become(argv, environment, cwd, identity, fds, terminal)
+            finally:
+                os._exit(126)
+        if cwd >= 0:
+            os.close(cwd)
+        self.leaders.add(pid)
+        return {"pid": pid}, []
+
+    def arguments(self, message: "dict[str, object]", fds: "list[int]") -> "list[str]":
+        if "line" in message:
+            line = str(message["line"])
+            if len(line) < 100_000:
+                return [self.shell, "-c", line]
+            # One argument may not reach 128 KiB, so a long line is a script that the shell reads by descriptor. It is
+            # not stdin, which stays the command's own.
+            memory = os.memfd_create("line", 0)
+            os.write(memory, os.fsencode(line))
+            os.lseek(memory, 0, os.SEEK_SET)
+            fds.append(memory)
+            return [self.shell, f"/proc/self/fd/{len(fds) - 1 + (2 if message.get('pty') else 0)}"]
+        return list(message["argv"])  # type: ignore[call-overload]
+
+    def identity(self, message: "dict[str, object]") -> int:
+        if message.get("user") == "root" and self.can_switch:
+            return 0
+        return self.uid
+
+    def locate_cwd(self, path: str, identity: int) -> int:
+        with self.acting_as(identity):
+            return calls.open_inside(self.absolute(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def become(
+        self, argv: "list[bytes]", environment: "dict[str, str]", cwd: int, identity: int, fds: "list[int]", tty: bool
+    ) -> None:
+        """In the child: take on streams, terminal, directory and user; then be the command."""
+        os.setsid()
+        streams = [fds[0]] * 3 + fds[1:] if tty else fds
+        # Copy everything above its final place first: a source may sit where another target goes.
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in streams]
+        cwd = fcntl.fcntl(cwd, fcntl.F_DUPFD_CLOEXEC, 200)
+        for target, source in enumerate(high):
+            os.dup2(source, target, inheritable=True)
+        if tty:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        os.fchdir(cwd)
+        os.closerange(len(high), 200 + len(high) + 16)
+        if self.can_switch:
+            os.setgroups([])
+            os.setresgid(identity, identity, identity)
+            os.setresuid(identity, identity, identity)
+        os.umask(0o022)
+        # exec resets what is caught, not what is ignored. The C functions: the wrappers cost 10 µs of enums each.
+        for number in _IGNORED:
+            _signal.signal(number, _signal.SIG_DFL)
+        _replace(argv, {os.fsencode(k): os.fsencode(v) for k, v in environment.items()})
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.leaders:
+                self.leaders.discard(pid)
+                cpu_ms = (usage.ru_utime + usage.ru_stime) * 1000
+                self.send({"exit": pid, "status": status, "cpu_ms": cpu_ms, "rss_kib": usage.ru_maxrss})
+
+    def signal(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        """Signal a leader, its process group, or its whole tree."""
+        pid, number = int(message["pid"]), int(message["sig"])  # type: ignore[call-overload]
+        if pid not in self.leaders:
+            raise ProcessLookupError(errno.ESRCH, "no such execution")
+        scope = message.get("scope", "group")
+        if scope == "tree":
+            return {"killed": self.kill_tree(pid, number)}, []
+        if scope == "group":
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+        return {}, []
+
+    def kill_tree(self, leader: int, number: int) -> int:
+        """Signal everything that came from `leader`, until a look finds nothing new.
+
+        Stopping first keeps a fork bomb from outrunning the look. What has left both the leader's line and its session
+        belongs to nobody; while no other execution is live, that is this one's too.
+        """
+        seen: set[int] = set()
+        for _ in range(50):
+            found = self.tree(leader) - seen
+            if not found:
+                break
+            for pid in found:
+                _kill(pid, signal.SIGSTOP)
+            seen |= found
+        for pid in seen:
+            _kill(pid, number)
+            if number != signal.SIGKILL:
+                _kill(pid, signal.SIGCONT)
+        return len(seen)
+
+    def tree(self, leader: int) -> "set[int]":
+        parents: dict[int, int] = {}
+        sessions: dict[int, int] = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                found = calls.parent_and_session(int(name))
+                if found:
+                    parents[int(name)], sessions[int(name)] = found
+        if self.leaders == {leader}:
+            return set(parents) - {1}
+        tree = {leader}
+        grown = True
+        while grown:
+            more = {p for p in parents if p not in tree and (parents[p] in tree or sessions[p] == leader)}
+            tree |= more
+            grown = bool(more)
+        return tree
+
+    def processes(self, _message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        return {"pids": [int(n) for n in os.listdir("/proc") if n.isdigit()]}, []
+
+    def env(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        self.base_env.update(message["set"])  # type: ignore[call-overload]
+        return {}, []
+
+    def ping(self, _message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        return {}, []
+
+    def connect(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        """A connection to a port inside, made in this network namespace and handed out."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as link:
+            link.settimeout(2)
+            link.connect(("127.0.0.1", int(message["port"])))  # type: ignore[call-overload]
+            link.settimeout(None)
+            return {}, [link.detach()]
+
+    # ── files, always as the user asked for ─────────────────────────────────────────────────────
+
+    def absolute(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self.default_cwd}/{path}"
+
+    def acting_as(self, identity: int) -> "calls.FileIdentity":
+        return calls.FileIdentity(identity if self.can_switch else None)
+
+    def open(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        path, flags = self.absolute(str(message["path"])), int(message["flags"])  # type: ignore[call-overload]
+        with self.acting_as(self.identity(message)):
+            if message.get("parents"):
+                _make_parents(path)
+            mode = int(message.get("mode", 0o644))  # type: ignore[call-overload]
+            return {}, [calls.open_inside(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)]
+
+    def stat(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        with self.acting_as(self.identity(message)):
+            path = self.absolute(str(message["path"]))
+            follow = bool(message.get("follow"))
+            return {"entry": _entry(path, os.path.basename(path.rstrip("/")) or "/", follow)}, []
+
+    def list(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        """Entries in name order from `after`; the caller asks again until `more` is false."""
+        path, after = self.absolute(str(message["path"])), str(message.get("after", ""))
+        with self.acting_as(self.identity(message)):
+            directory = calls.open_inside(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                names = sorted(n for n in os.listdir(directory) if n > after)[: _LIST_LIMIT]
+            finally:
+                os.close(directory)
+            entries = []
+            for name in names[:_BATCH]:
+                try:
+                    entries.append(_entry(f"{path.rstrip('/')}/{name}", name, False))
+                except FileNotFoundError:
+                    continue  # removed meanwhile
+            return {"entries": entries, "more": len(names) > _BATCH, "last": names[_BATCH - 1] if len(names) > _BATCH else ""}, []
+
+    def move(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        with self.acting_as(self.identity(message)):
+            source, target = self.absolute(str(message["path"])), self.absolute(str(message["target"]))
+            if message.get("parents"):
+                _make_parents(target)
+            if not message.get("overwrite", True) and os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, "exists", target)
+            os.rename(source, target)
+            return {}, []
+
+    def remove(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        with self.acting_as(self.identity(message)):
+            path = self.absolute(str(message["path"]))
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                if not message.get("recursive"):
+                    os.rmdir(path)
+                else:
+                    _remove_tree(path)
+            else:
+                os.unlink(path)
+            return {}, []
+
+    def make_dir(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        with self.acting_as(self.identity(message)):
+            path = self.absolute(str(message["path"]))
+            _make_parents(path)
+            try:
+                os.mkdir(path, 0o755)
+            except FileExistsError:
+                if not os.path.isdir(path):
+                    raise
+                return {"made": False}, []
+            return {"made": True}, []
+
+    def chmod(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        with self.acting_as(self.identity(message)):
+            os.chmod(self.absolute(str(message["path"])), int(message["mode"]))  # type: ignore[call-overload]
+            return {}, []
+
+    def watch(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        with self.acting_as(self.identity(message)):
+            made = Watch(self.absolute(str(message["path"])), bool(message.get("recursive")))
+        self.watches[made.fd] = made
+        self.poll.register(made.fd, select.POLLIN)
+        return {"watch": made.fd}, []
+
+    def unwatch(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        fd = int(message["watch"])  # type: ignore[call-overload]
+        if self.watches.pop(fd, None):
+            self.poll.unregister(fd)
+            os.close(fd)
+        return {}, []
+
+
+class Watch:
+    """Changes beneath a directory, by inotify; new directories are followed when asked."""
+
+    _MASK = 0x2 | 0x4 | 0x8 | 0x40 | 0x80 | 0x100 | 0x200  # modify, attrib, close_write, moved_*, create, delete
+
+    def __init__(self, root: str, recursive: bool) -> None:
+        self.root, self.recursive = root.rstrip("/") or "/", recursive
+        self.paths: dict[int, str] = {}
+        self.fd = calls.inotify_init()
+        try:
+            if not os.path.isdir(self.root):
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory", root)
+            self.add(self.root)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def add(self, path: str) -> None:
+        self.paths[calls.inotify_add(self.fd, path, self._MASK)] = path
+        if self.recursive:
+            for entry in os.scandir(path):
+                if entry.is_dir(follow_symlinks=False):
+                    self.add(entry.path)
+
+    def read(self) -> "list[tuple[str, str]]":
+        events: list[tuple[str, str]] = []
+        buffer = os.read(self.fd, 32768)
+        while buffer:
+            watch, mask, _, length = struct.unpack_from("iIII", buffer)
+            name = buffer[16 : 16 + length].rstrip(b"\0").decode("utf-8", "replace")
+            buffer = buffer[16 + length :]
+            if mask & 0x4000:
+                events.append(("overflow", ""))
+                continue
+            path = f"{self.paths.get(watch, self.root)}/{name}"
+            kind = _watch_kind(mask)
+            if kind:
+                events.append((kind, path[len(self.root) :].lstrip("/")))
+            if self.recursive and mask & 0x40000000 and mask & (0x100 | 0x80):
+                try:
+                    self.add(path)
+                except OSError:
+                    pass  # gone again already: its removal is an event of its own
+        return events[:500]
+
+
+def _watch_kind(mask: int) -> str:
+    for bits, kind in ((0x100 | 0x80, "create"), (0x8 | 0x2, "write"), (0x200, "remove"), (0x40, "rename"), (0x4, "chmod")):
+        if mask & bits:
+            return kind
+    return ""
+
+
+def _replace(argv: "list[bytes]", environment: "dict[bytes, bytes]") -> None:
+    """execve along PATH; what fails is said on stderr with the exit status that shells use for it."""
+    name = argv[0]
+    directories = [b""] if b"/" in name else environment.get(b"PATH", b"/usr/bin:/bin").split(b":")
+    worst = errno.ENOENT
+    for directory in directories:
+        try:
+            os.execve(os.path.join(directory, name) if directory else name, argv, environment)
+        except OSError as problem:
+            if problem.errno == errno.ENOEXEC:
+                try:
+                    os.execve(b"/bin/sh", [b"sh", os.path.join(directory, name) if directory else name, *argv[1:]], environment)
+                except OSError as second:
+                    problem = second
+            if problem.errno not in (errno.ENOENT, errno.ENOTDIR):
+                worst = problem.errno or errno.EIO
+    text = b"command not found" if worst == errno.ENOENT else os.fsencode(os.strerror(worst))
+    os.write(2, b"cloche: " + name + b": " + text + b"\n")
+    os._exit(127 if worst == errno.ENOENT else 126)
+
+
+def _kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _entry(path: str, name: str, follow: bool) -> "list[object]":
+    info = os.stat(path) if follow else os.lstat(path)
+    target = os.readlink(path) if stat.S_ISLNK(info.st_mode) else None
+    return [name, info.st_mode, info.st_size, info.st_uid, info.st_gid, info.st_mtime, target]
+
+
+def _make_parents(path: str) -> None:
+    parent = os.path.dirname(path)
+    if parent not in ("", "/") and not os.path.isdir(parent):
+        _make_parents(parent)
+        try:
+            os.mkdir(parent, 0o755)
+        except FileExistsError:
+            pass
+
+
+def _remove_tree(path: str) -> None:
+    # By descriptors, never by path: a name swapped for a symlink meanwhile must not lead elsewhere.
+    parent = calls.open_inside(os.path.dirname(path) or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _remove_below(parent, os.path.basename(path))
+    finally:
+        os.close(parent)
+
+
+def _remove_below(parent: int, name: str) -> None:
+    directory = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        for child in os.listdir(directory):
+            if stat.S_ISDIR(os.stat(child, dir_fd=directory, follow_symlinks=False).st_mode):
+                _remove_below(directory, child)
+            else:
+                os.unlink(child, dir_fd=directory)
+    finally:
+        os.close(directory)
+    os.rmdir(name, dir_fd=parent)
+
+
+def prime() -> None:
+    """Touch what first use would pay for (or import), while imports still work."""
+    for codec in ("utf-8", "latin-1", "ascii", "idna"):
+        "a".encode(codec)
+    b"\xff".decode("utf-8", "replace")
+    os.fsencode("\udcff")
+    os.strerror(errno.ENOENT)
+    calls.prime()

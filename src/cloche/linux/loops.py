@@ -1,0 +1,84 @@
+"""Sparse file systems of an exact size: formatted once, copied by their few hundred kilobytes, mounted by loop.
+
+A copy, its loop device and the mount together take about 1.2 ms, a new mkfs ten times that. The device frees itself when
+its mount ends (AUTOCLEAR), and the image has no name by then: nothing is left to sweep.
+"""
+
+import fcntl
+import os
+import shutil
+import struct
+
+_LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
+_AUTOCLEAR = 4
+_FLAGS_OFFSET = 8 + 5 * 8 + 3 * 4  # fd, block size, then the fields of loop_info64 before lo_flags
+_CONFIG_SIZE = 4 + 4 + 232 + 64
+_ATTEMPTS = 64
+
+
+def format_image(path: str, mib: int) -> None:
+    """An empty ext4 of `mib` MiB at `path`, whole or not at all."""
+    import subprocess  # only where an image is formatted, once per size and state directory
+
+    mkfs = shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:/usr/bin:/bin") or "mkfs.ext4"
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        with open(temporary, "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.truncate(mib << 20)
+        options = "lazy_itable_init=1,nodiscard,root_owner=0:0"
+        command = [mkfs, "-q", "-F", "-O", "^has_journal,^resize_inode", "-E", options, "-m", "0", temporary]
+        subprocess.run(command, check=True, capture_output=True)
+        os.rename(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def copy_image(source: str, target: str) -> None:
+    """A sparse copy: only what is data in `source` is written."""
+    reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    writing = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(reading).st_size
+        os.ftruncate(writing, size)
+        position = 0
+        while position < size:
+            try:
+                start = os.lseek(reading, position, os.SEEK_DATA)
+            except OSError:
+                break  # ENXIO: the rest is a hole
+            position = os.lseek(reading, start, os.SEEK_HOLE)
+            os.pwrite(writing, os.pread(reading, position - start, start), start)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def attach(image: str) -> tuple[int, str]:
+    """Attach `image` to a free loop device: the device's descriptor (hold it until mounted) and path."""
+    backing = os.open(image, os.O_RDWR | os.O_CLOEXEC)
+    control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+    config = bytearray(_CONFIG_SIZE)
+    struct.pack_into("II", config, 0, backing, 4096)
+    struct.pack_into("I", config, _FLAGS_OFFSET, _AUTOCLEAR)
+    try:
+        for attempt in range(_ATTEMPTS):
+            number = fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
+            path = f"/dev/loop{number}"
+            try:
+                device = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                os.mknod(path, 0o60600, os.makedev(7, number))
+                device = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.ioctl(device, _LOOP_CONFIGURE, config)
+                return device, path
+            except OSError:
+                os.close(device)  # somebody else took it between the two calls
+                if attempt == _ATTEMPTS - 1:
+                    raise
+    finally:
+        os.close(control)
+        os.close(backing)
+    raise AssertionError("unreachable")

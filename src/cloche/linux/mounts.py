@@ -1,0 +1,319 @@
+"""A root file system: planned as data, then applied.
+
+`plan(view)` says which mounts make the root, in order, as plain lists; it looks at nothing and is property-tested (no
+later step re-exposes a denied path). `apply(steps, …)` runs in the sandbox's first process, between unshare and the
+entry into its user namespace, and is dull on purpose: one step, one or two system calls.
+
+    stage/            a tmpfs in the launcher's mount namespace: mount points only
+      disk            the sandbox's writable file system
+      layer/N         read-only lowers, id-mapped to the sandbox's uids
+      root            what pivot_root makes "/"
+
+Targets are absolute paths *inside*; sources are host paths. Standard library and `linux.syscalls` only.
+"""
+
+import os
+import stat
+from typing import Any, NamedTuple
+
+from cloche.linux import syscalls
+
+Step = list[Any]  # [act, target inside, source on the host, options]: plain, because it travels as JSON
+
+_BIND = syscalls.MS_BIND
+_LOCKED = syscalls.MS_NOSUID | syscalls.MS_NODEV
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+MASKED = (  # of /proc: what tells about the host, or other people's keys
+    "kcore", "keys", "key-users", "timer_list", "sched_debug", "sysrq-trigger", "latency_stats", "kallsyms",
+    "kpagecount", "kpageflags", "kpagecgroup", "acpi", "scsi",
+)  # fmt: skip
+READ_ONLY = ("sys", "bus", "fs", "irq")  # of /proc
+PRIVATE = ("/tmp", "/home/user", "/workspace", "/var/tmp")  # writable even where the root is not
+
+
+class Bind(NamedTuple):
+    """A host path shown inside."""
+
+    source: str
+    target: str
+    writable: bool = False
+    owner: bool = False
+    """Map the source's owner to the sandbox's user, so that both can write the same files."""
+
+
+class View(NamedTuple):
+    """What a sandbox's processes shall see. `deny` paths are hidden, `protect` ones read-only, after every bind."""
+
+    skeleton: str
+    layers: tuple[str, ...]
+    writable: bool
+    disk_image: str
+    disk_mib: int
+    shm_mib: int
+    binds: tuple[Bind, ...] = ()
+    deny: tuple[str, ...] = ()
+    protect: tuple[tuple[str, str], ...] = ()
+    """(host source, target inside): the source is bound read-only over the target."""
+    overlays: tuple[str, ...] = ()
+    """Host directories shown at their own path with a private writable layer above."""
+
+
+def plan(view: View) -> list[Step]:
+    """The mounts that make `view`, in order. Pure."""
+    steps: list[Step] = [["disk", "", view.disk_image, {"mib": view.disk_mib}]]
+    act = "overlay" if view.writable else "layer"
+    steps.append([act, "/", view.skeleton, {}])
+    steps += [[act, layer, layer, {}] for layer in _outermost_first(view.layers)]
+    if not view.writable:
+        steps += [["private", path, view.skeleton + path, {}] for path in PRIVATE]
+    steps.append(["devices", "/dev", "", {"shm_mib": view.shm_mib}])
+    steps.append(["proc", "/proc", "", {}])
+    binds = [["overlay", path, path, {"make": True}] for path in view.overlays]
+    binds += [
+        ["bind", b.target, b.source, {"writable": b.writable, "owner": b.owner, "make": True}] for b in view.binds
+    ]
+    steps += sorted(binds, key=lambda step: step[1].count("/") if step[1] != "/" else 0)
+    # Last, so that nothing uncovers them; parents before children, so that a child's mount is not hidden by its parent's.
+    late = [["bind", target, source, {"writable": False}] for source, target in view.protect]
+    late += [["mask", path, "", {}] for path in view.deny]
+    steps += sorted(late, key=lambda step: step[1].count("/"))
+    return steps
+
+
+def _outermost_first(paths: tuple[str, ...]) -> list[str]:
+    return sorted(dict.fromkeys(paths), key=lambda path: (path.count("/"), path))
+
+
+class StepFailed(OSError):
+    """Which step of a plan failed, with the kernel's reason."""
+
+    def __init__(self, step: Step, cause: OSError) -> None:
+        super().__init__(cause.errno, f"{step[0]} {step[1] or step[2]}: {cause.strerror or cause}")
+
+
+class Stage(NamedTuple):
+    """The mount points that every sandbox of a launcher is built on."""
+
+    path: str
+    masked_file: str
+    masked_dir: str
+
+    @property
+    def root(self) -> str:
+        return self.path + "/root"
+
+
+def make_stage(path: str, layers: int = 24) -> Stage:
+    """Mount the stage in this (the launcher's, private) mount namespace, with the parts that never differ."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    # SAFETY: only in the launcher's own mount namespace, made private before. tests/drivers/test_launcher.py
+    syscalls.mount("stage", path, "tmpfs", _LOCKED, "mode=0755,size=1m")
+    for name in ("root", "disk", "layer", "masked", "dev", "proc"):
+        os.mkdir(f"{path}/{name}", 0o755)
+    for number in range(layers):
+        os.mkdir(f"{path}/layer/{number}", 0o755)
+    _make_devices(f"{path}/dev")
+    masked = f"{path}/masked"
+    with open(f"{masked}/file", "wb"):
+        os.chmod(f"{masked}/file", 0)
+    os.mkdir(f"{masked}/dir", 0o000)
+    return Stage(path, f"{masked}/file", f"{masked}/dir")
+
+
+def _make_devices(path: str) -> None:
+    """One read-only /dev for every sandbox: six devices of the host, the usual links, and mount points."""
+    syscalls.mount("dev", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "mode=0755,size=64k")
+    for name in DEVICES:
+        with open(f"{path}/{name}", "wb"):
+            pass
+        syscalls.mount(f"/dev/{name}", f"{path}/{name}", None, _BIND)
+    for name in ("pts", "shm", "mqueue"):
+        os.mkdir(f"{path}/{name}", 0o755)
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"),
+                         ("stderr", "/proc/self/fd/2"), ("ptmx", "pts/ptmx"), ("core", "/proc/kcore")):  # fmt: skip
+        os.symlink(target, f"{path}/{name}")
+    syscalls.mount_setattr(syscalls.AT_FDCWD, path, syscalls.AT_RECURSIVE, set_attributes=syscalls.MOUNT_ATTR_RDONLY)
+
+
+class Builder:
+    """Applies one plan. Lives in the sandbox's first process and is gone with the setup."""
+
+    def __init__(self, stage: Stage, *, user_fd: int, rootless: bool, ids: tuple[int, int]) -> None:
+        self.stage = stage
+        self.user_fd = user_fd
+        self.owner_fd = -1  # the map of a workspace's owner, where there is one
+        self.rootless = rootless
+        self.guest_uid, self.guest_gid = ids
+        self.layers = 0
+
+    def apply(self, steps: list[Step]) -> None:
+        for step in steps:
+            try:
+                getattr(self, "do_" + step[0])(step[1], step[2], step[3])
+            except OSError as problem:
+                raise StepFailed(step, problem) from problem
+
+    def inside(self, path: str) -> str:
+        return self.stage.root + (path if path != "/" else "")
+
+    def do_disk(self, _target: str, image: str, options: "dict[str, Any]") -> None:
+        disk = self.stage.path + "/disk"
+        if not image:
+            syscalls.mount("disk", disk, "tmpfs", _LOCKED, f"mode=0755,size={options['mib']}m")
+            return
+        # SAFETY: the image was formatted by us and is never written by anyone but this mount: a hostile file system
+        # would be a kernel attack. tests/security/test_limits.py::test_disk_is_limited
+        syscalls.mount(image, disk, "ext4", _LOCKED | syscalls.MS_NOATIME, "nodiscard,noinit_itable")
+
+    def do_layer(self, target: str, source: str, options: "dict[str, Any]") -> None:
+        """A read-only host directory, owned inside as it is outside."""
+        self.prepare(target, source, options)
+        self.lower(source, self.inside(target))
+
+    def do_overlay(self, target: str, source: str, options: "dict[str, Any]") -> None:
+        self.prepare(target, source, options)
+        lower = f"{self.stage.path}/layer/{self.layers}"
+        self.lower(source, lower)
+        name = f"u{self.layers}"
+        self.layers += 1
+        self.make_private(name, source, "up", "work")
+        upper = f"{self.stage.path}/disk/{name}"
+        extra = "userxattr" if self.rootless else "index=off,redirect_dir=on,volatile"
+        syscalls.mount(
+            "overlay", self.inside(target), "overlay", _LOCKED,
+            f"lowerdir={_escape(lower)},upperdir={upper}/up,workdir={upper}/work,{extra}",
+        )  # fmt: skip
+
+    def do_private(self, target: str, shape: str, _options: "dict[str, Any]") -> None:
+        name = "p" + target.replace("/", "_")
+        self.make_private(name, shape, "up")
+        syscalls.mount(f"{self.stage.path}/disk/{name}/up", self.inside(target), None, _BIND)
+
+    def make_private(self, name: str, shape: str, *parts: str) -> None:
+        """Directories on the sandbox's disk with the mode of `shape`, and its owner as the sandbox counts uids.
+
+        The disk is not id-mapped like the lowers: an overlay's maker must be able to own its work directory.
+        """
+        info = os.stat(shape)
+        path = f"{self.stage.path}/disk/{name}"
+        for part in (path, *(f"{path}/{part}" for part in parts)):
+            os.mkdir(part)
+            os.chmod(part, stat.S_IMODE(info.st_mode))
+            if not self.rootless:
+                os.chown(part, self.guest_uid + info.st_uid % 65536, self.guest_gid + info.st_gid % 65536)
+
+    def do_devices(self, target: str, _source: str, options: "dict[str, Any]") -> None:
+        dev = self.inside(target)
+        syscalls.mount(self.stage.path + "/dev", dev, None, _BIND | syscalls.MS_REC)
+        # The instance's own terminals; its gid 5 (tty) does not exist inside, so the mode says it all.
+        syscalls.mount("devpts", dev + "/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620")
+        shm = f"mode=1777,size={options['shm_mib']}m"
+        syscalls.mount("shm", dev + "/shm", "tmpfs", _LOCKED | syscalls.MS_NOEXEC, shm)
+
+    def make_proc(self) -> None:
+        """A /proc of this pid namespace on the stage, with what must not be seen covered; `do_proc` moves it into place.
+
+        hidepid keeps PID 1 out of sight of commands; the agent's supplementary group sees all, to end whole trees.
+        """
+        hide = "" if self.rootless else f"hidepid=invisible,gid={self.guest_gid}"
+        proc, flags = self.stage.path + "/proc", _LOCKED | syscalls.MS_NOEXEC
+        syscalls.mount("proc", proc, "proc", flags, hide)
+        for name in READ_ONLY:
+            path = f"{proc}/{name}"
+            if os.path.isdir(path):
+                syscalls.mount(path, path, None, _BIND)
+                syscalls.mount(None, path, None, _BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | flags)
+        for name in MASKED:
+            self.cover(f"{proc}/{name}")
+
+    def do_proc(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
+        syscalls.mount(self.stage.path + "/proc", self.inside(target), None, syscalls.MS_MOVE)
+
+    def do_mask(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
+        self.cover(self.inside(target))
+
+    def cover(self, path: str) -> None:
+        """Hide a file or directory behind an empty one that nobody can open."""
+        try:
+            info = os.lstat(path)
+        except FileNotFoundError:
+            return
+        cover = self.stage.masked_dir if stat.S_ISDIR(info.st_mode) else self.stage.masked_file
+        syscalls.mount(cover, path, None, _BIND)
+        syscalls.mount(None, path, None, _BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _LOCKED | syscalls.MS_NOEXEC)
+
+    def do_bind(self, target: str, source: str, options: "dict[str, Any]") -> None:
+        self.prepare(target, source, options)
+        fixed = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
+        attributes = fixed if options["writable"] else fixed | syscalls.MOUNT_ATTR_RDONLY
+        user_fd = self.owner_fd if options.get("owner") else self.user_fd
+        # SAFETY: the source is opened once and that very tree is mounted, so that a name swapped for a symlink between
+        # look and mount changes nothing. tests/security/test_files.py::test_swapped_bind_source
+        self.idmap(source, self.inside(target), user_fd, attributes, recursive=True)
+
+    def lower(self, source: str, target: str) -> None:
+        attributes = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
+        self.idmap(source, target, self.user_fd, attributes)
+
+    def idmap(self, source: str, target: str, user_fd: int, attributes: int, *, recursive: bool = False) -> None:
+        """A copy of `source`'s mount at `target`, with its owners shown as the sandbox's.
+
+        Without a uid range there is one uid on both sides and nothing to map.
+        """
+        flags = syscalls.OPEN_TREE_CLONE | (syscalls.AT_RECURSIVE if recursive else 0)
+        tree = syscalls.open_tree(syscalls.AT_FDCWD, source, flags | syscalls.AT_SYMLINK_NOFOLLOW)
+        try:
+            change = syscalls.AT_EMPTY_PATH | (syscalls.AT_RECURSIVE if recursive else 0)
+            if self.rootless or user_fd < 0:
+                syscalls.mount_setattr(tree, "", change, set_attributes=attributes)
+            else:
+                syscalls.mount_setattr(
+                    tree, "", change, set_attributes=attributes | syscalls.MOUNT_ATTR_IDMAP, userns_fd=user_fd
+                )
+            syscalls.move_mount(tree, "", syscalls.AT_FDCWD, target, syscalls.MOVE_MOUNT_F_EMPTY_PATH)
+        finally:
+            os.close(tree)
+
+    def prepare(self, target: str, source: str, options: "dict[str, Any]") -> None:
+        """Make the mount point, where the step says that it may be missing."""
+        path = self.inside(target)
+        if not options.get("make") or os.path.lexists(path):
+            return
+        directory = os.path.isdir(source)
+        if not self.rootless:
+            # What is made in the sandbox's root must be owned by the sandbox's own root.
+            syscalls.setfsgid(self.guest_gid)
+            syscalls.setfsuid(self.guest_uid)
+        try:
+            for missing in _missing_parents(os.path.dirname(path)):
+                os.mkdir(missing, 0o755)
+            if directory:
+                os.mkdir(path, 0o755)
+            else:
+                os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_EXCL, 0o644))
+        finally:
+            if not self.rootless:
+                syscalls.setfsuid(0)
+                syscalls.setfsgid(0)
+
+
+def pivot(root: str) -> None:
+    """Make `root` the root of this mount namespace and let go of the old one."""
+    os.chdir(root)
+    # SAFETY: stacked on itself and detached, the old root is reachable by no path and no working directory.
+    # tests/security/test_files.py::test_old_root_is_unreachable
+    syscalls.pivot_root(".", ".")
+    syscalls.umount2(".", syscalls.MNT_DETACH)
+    os.chdir("/")
+
+
+def _missing_parents(path: str) -> list[str]:
+    missing: list[str] = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing[::-1]
+
+
+def _escape(path: str) -> str:
+    return path.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")

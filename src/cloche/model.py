@@ -1,0 +1,371 @@
+"""The nouns, as frozen data: what a caller asks for, what a sandbox is, what an execution was.
+
+One declaration serves the SDK, the wire, the store and the documentation. Requests refuse unknown fields;
+whatever is wrong with a request is said by its `check()`, before anything is made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from typing import Any, Literal
+
+import msgspec
+
+from cloche import errors
+
+Level = Literal["microvm", "gvisor", "namespaces", "process"]
+LEVELS: tuple[Level, ...] = ("process", "namespaces", "gvisor", "microvm")  # weakest first
+Enforcement = Literal["enforced", "watched", "none"]
+StreamName = Literal["stdout", "stderr"]
+
+ID_LENGTH = 20
+MAX_ARGUMENT = 128 * 1024  # MAX_ARG_STRLEN of Linux: one argument, its NUL included
+MAX_ARGUMENTS = 2 * 1024 * 1024  # what execve takes in all with the usual 8 MiB stack
+_ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_ENV_NAME = re.compile(r"[^=\0]+")
+
+
+def new_id() -> str:
+    """A DNS-safe id of fixed length. Starts with a letter, so that it is never read as a number."""
+    tail = "".join(secrets.choice(_ID_ALPHABET) for _ in range(ID_LENGTH - 1))
+    return secrets.choice(_ID_ALPHABET[:26]) + tail
+
+
+class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape all nouns share."""
+
+
+# ── what a caller asks for ─────────────────────────────────────────────────────────────────────────
+
+
+class Resources(Noun, frozen=True, kw_only=True):
+    """The limits of one sandbox. How each is held is reported in `SandboxInfo.limits`."""
+
+    memory_mib: int = 512
+    cpus: float = 1.0
+    pids: int = 256
+    disk_mib: int = 1024
+
+    def check(self) -> None:
+        bounds = {"memory_mib": (8, 1 << 24), "cpus": (0.01, 4096), "pids": (4, 1 << 22), "disk_mib": (4, 1 << 24)}
+        for field, (low, high) in bounds.items():
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise errors.error(
+                    "limit_invalid",
+                    f"{field} is {value!r}; it must be a number between {low} and {high}",
+                    hint=f"leave {field} out for the default of {getattr(DEFAULT_RESOURCES, field)}",
+                    field=field,
+                )
+
+
+DEFAULT_RESOURCES = Resources()
+
+
+class SandboxSpec(Noun, frozen=True, kw_only=True):
+    """Everything that decides what a sandbox is. Two equal specs make interchangeable sandboxes."""
+
+    name: str | None = None
+    template: str = "base"
+    profile: str = "moderate"
+    env: dict[str, str] = {}
+    resources: Resources = DEFAULT_RESOURCES
+    timeout_s: float | None = 300
+    idle_timeout_s: float | None = None
+    workspace: str | None = None
+    overlay: bool = False
+    minimum_isolation: Level = "namespaces"
+    driver: str | None = None
+    labels: dict[str, str] = {}
+    policy: dict[str, Any] = {}
+    stay: bool = False
+    """A sandbox that stays outlives the connection that made it."""
+
+    def check(self) -> None:
+        if self.name is not None:
+            check_name(self.name)
+        check_environment(self.env)
+        self.resources.check()
+        for field in ("timeout_s", "idle_timeout_s"):
+            check_seconds(field, getattr(self, field))
+
+
+class ExecRequest(Noun, frozen=True, kw_only=True):
+    """One command: a shell line, or an argument vector."""
+
+    command: str | list[str]
+    cwd: str | None = None
+    env: dict[str, str] = {}
+    stdin: bytes | None = None
+    """Bytes to feed and close; None is an empty input, unless `open_stdin`."""
+    open_stdin: bool = False
+    timeout_s: float | None = None
+    background_after_s: float | None = None
+    user: str = "user"
+    merge: bool = False
+    pty: tuple[int, int] | None = None
+    """Columns and rows of a terminal to run under."""
+    output_limit: int | None = None
+    """Bytes kept of each stream's head and tail together; None is the setting's."""
+
+    def check(self) -> None:
+        command = self.command
+        if not command or command[0] == "":
+            raise errors.error("command_empty", "the command is empty", hint="give a shell line or a list of arguments")
+        arguments = [] if isinstance(command, str) else command
+        for index, argument in enumerate(arguments):
+            if "\0" in argument:
+                raise errors.error("argument_invalid", f"argument {index} contains a NUL byte")
+            if len(argument.encode("utf-8", "surrogateescape")) >= MAX_ARGUMENT:
+                raise errors.error(
+                    "argument_too_long",
+                    f"argument {index} is {len(argument)} characters; Linux takes less than 128 KiB for one",
+                    hint="write it to a file (box.files.write) or pass it on stdin; a shell line may be longer",
+                )
+        if sum(len(a) + 9 for a in arguments) > MAX_ARGUMENTS:
+            raise errors.error("argument_too_long", "the arguments together exceed 2 MiB", hint="pass them by a file")
+        if isinstance(command, str) and "\0" in command:
+            raise errors.error("argument_invalid", "the shell line contains a NUL byte")
+        check_environment(self.env)
+        for field in ("timeout_s", "background_after_s"):
+            check_seconds(field, getattr(self, field))
+        if self.cwd is not None:
+            check_path(self.cwd)
+        if self.user not in ("user", "root"):
+            raise errors.error("user_not_found", f"there is no user {self.user!r} inside", hint="use 'user' or 'root'")
+
+
+def check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise errors.error(
+            "name_invalid",
+            f"the name {name!r} is not 1 to 63 of a-z, 0-9 and '-', starting and ending with a letter or digit",
+        )
+
+
+def check_environment(environment: dict[str, str]) -> None:
+    for key, value in environment.items():
+        if not _ENV_NAME.fullmatch(key) or "\0" in value:
+            raise errors.error(
+                "environment_invalid", f"the variable {key!r} has an empty name, '=' in its name, or a NUL byte"
+            )
+        if len(key) + len(value) + 2 >= MAX_ARGUMENT:
+            raise errors.error(
+                "argument_too_long", f"the variable {key!r} exceeds 128 KiB", hint="pass it as a file (box.files.write)"
+            )
+
+
+def check_seconds(field: str, value: float | None) -> None:
+    if value is not None and not 0 < value < 1e9:
+        raise errors.error("limit_invalid", f"{field} is {value!r}; it must be more than 0 seconds", field=field)
+
+
+def check_path(path: str) -> str:
+    """A path inside a sandbox. `..` is refused rather than resolved: it is a mistake or an attempt."""
+    if not path or "\0" in path or "\n" in path or len(os.fsencode(path)) > 4096:
+        raise errors.error("path_invalid", f"the path {path!r} is empty, too long, or has a NUL or newline in it")
+    if ".." in path.split("/"):
+        raise errors.error("path_invalid", f"the path {path!r} contains '..'", hint="give the path it leads to")
+    return path
+
+
+# ── what a sandbox is ──────────────────────────────────────────────────────────────────────────────
+
+
+class Isolation(Noun, frozen=True, kw_only=True):
+    """How strong the glass is, as data."""
+
+    level: Level
+    driver: str
+    user_namespace: bool = False
+    seccomp: bool = False
+    landlock_abi: int = 0
+    uid_range: bool = False
+    root: Literal["overlay", "read-only", "host"] = "host"
+    network: Literal["off", "rules", "open"] = "off"
+    missing: tuple[str, ...] = ()
+    """What this host could not give, each as a sentence."""
+
+
+class Limit(Noun, frozen=True, kw_only=True):
+    """One limit: its value, and how honestly it is held."""
+
+    value: float
+    enforcement: Enforcement
+    by: str
+
+
+Phase = Literal["running", "paused", "deleted", "lost"]
+
+
+class SandboxInfo(Noun, frozen=True, kw_only=True):
+    """A sandbox as its users see it. Looking at it neither wakes it nor counts as use."""
+
+    id: str
+    name: str | None
+    phase: Phase
+    template: str
+    profile: str
+    created_at: float
+    expires_at: float | None
+    idle_timeout_s: float | None
+    isolation: Isolation
+    limits: dict[str, Limit]
+    server: str
+    owner: str
+    labels: dict[str, str] = {}
+    shown: tuple[str, ...] = ()
+    """Host paths that are visible inside."""
+    warnings: tuple[str, ...] = ()
+    executions: int = 0
+    reason: str | None = None
+
+
+# ── what an execution was ──────────────────────────────────────────────────────────────────────────
+
+
+class Denial(Noun, frozen=True, kw_only=True):
+    """Something the glass stopped, with the evidence for saying so."""
+
+    kind: Literal["file", "syscall", "network", "limit"]
+    operation: str
+    target: str
+    rule: str
+    hint: str
+    evidence: Literal["seccomp", "proxy", "limit", "landlock_audit", "inferred"]
+
+
+class ExecResult(Noun, frozen=True, kw_only=True):
+    """A finished command (or, with `process` set, one that went on in the background)."""
+
+    exit_code: int | None
+    signal: int | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    stdout_bytes: bytes = b""
+    stderr_bytes: bytes = b""
+    truncated: bool = False
+    stdout_total: int = 0
+    stderr_total: int = 0
+    duration_ms: float = 0
+    cpu_ms: float = 0
+    max_rss_mib: float = 0
+    denials: tuple[Denial, ...] = ()
+    isolation: Isolation
+    execution: str = ""
+    process: str | None = None
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_bytes.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_bytes.decode("utf-8", "replace")
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def shell_code(self) -> int:
+        """One number, as shells (and the CLI, MCP and E2B) say it: 124 for a time-out, 128+N for signal N."""
+        if self.timed_out:
+            return 124
+        if self.signal is not None:
+            return 128 + self.signal
+        return 0 if self.exit_code is None else self.exit_code
+
+
+class Output(Noun, frozen=True, kw_only=True, tag="output"):
+    stream: StreamName
+    data: bytes
+    seq: int
+
+
+class Denied(Noun, frozen=True, kw_only=True, tag="denied"):
+    denial: Denial
+    seq: int
+
+
+class Truncated(Noun, frozen=True, kw_only=True, tag="truncated"):
+    """Bytes of a stream that this follower does not get; the log's head and tail remain readable."""
+
+    stream: StreamName
+    skipped: int
+    seq: int
+
+
+class Exited(Noun, frozen=True, kw_only=True, tag="exited"):
+    result: ExecResult
+    seq: int
+
+
+StreamEvent = Output | Denied | Truncated | Exited
+
+
+class ExecutionInfo(Noun, frozen=True, kw_only=True):
+    """One command, live or finished, as `processes.list()` shows it."""
+
+    id: str
+    command: str
+    pid: int
+    started_at: float
+    running: bool
+    pty: bool
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+class FileInfo(Noun, frozen=True, kw_only=True):
+    name: str
+    path: str
+    type: Literal["file", "directory", "symlink", "other"]
+    size: int
+    mode: int
+    owner: str
+    group: str
+    modified_at: float
+    target: str | None = None
+
+
+class FileEvent(Noun, frozen=True, kw_only=True):
+    type: Literal["create", "write", "remove", "rename", "chmod", "overflow"]
+    path: str
+
+
+class ContextInfo(Noun, frozen=True, kw_only=True):
+    id: str
+    language: str
+    cwd: str
+    pid: int
+
+
+class CodeError(Noun, frozen=True, kw_only=True):
+    name: str
+    value: str
+    traceback: str
+
+
+class CodeResult(Noun, frozen=True, kw_only=True):
+    """What one `run_code` gave. The user's own error is data here; it is never raised."""
+
+    results: tuple[dict[str, Any], ...] = ()
+    """Each display, as mime type → value, and `main` for the last expression's."""
+    stdout: str = ""
+    stderr: str = ""
+    error: CodeError | None = None
+    execution_count: int = 0
+    exit_code: int | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The last expression's value as text, or None when there was none."""
+        for result in reversed(self.results):
+            if result.get("main"):
+                text = result.get("text/plain")
+                return None if text is None else str(text)
+        return None
