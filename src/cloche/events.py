@@ -1,0 +1,217 @@
+"""What happened, as a tagged union: `match` on the class, or read one line of JSON.
+
+    {"kind":"exited","sandbox":"k3…","time":1763200000.1,"actor":"uid:1000","execution":"e1","exit_code":0,…}
+
+An event is a fact in the past tense. It is appended to the journal once and never changed; followers, the audit log
+and metrics are fed from that one line. Two properties make it fit for that, and both are tested:
+
+* *Bounded and printable.* Paths, commands and targets come from inside the glass. Text beyond `MAX_TEXT` characters is
+  cut with an ellipsis, and what UTF-8 cannot carry (file names that are not text) is written as an escape, so whatever
+  a sandbox does, its event is one short line.
+* *Forward readable.* Unknown fields of a known kind are ignored when reading: a newer engine may add data. An unknown
+  kind is `None` from `decode`, not an error, so that an old reader can skip what it does not know.
+
+An event holds no output, no file content and no environment: those may be secret, and journals are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from cloche import model
+
+MAX_TEXT = 1024
+MAX_ITEMS = 64
+
+EndReason = Literal["asked", "expired", "idle", "owner_gone", "engine_stopped", "failed"]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What all events say: which sandbox (None before there is one), when, and who caused it."""
+
+    sandbox: str | None
+    time: float
+    """Seconds since 1970: for readers. Order is the journal's sequence number, never this."""
+    actor: str
+    """Who caused it, in a word: `uid:1000`, `engine`, `guest`, `sweeper`, later a key's or tenant's name."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            kept = bounded(value)
+            if kept is not value:
+                msgspec.structs.force_setattr(self, field, kept)
+
+
+class Created(Event, frozen=True, kw_only=True, tag="created"):
+    """A sandbox is ready for its first command."""
+
+    name: str | None
+    template: str
+    profile: str
+    isolation: model.Level
+    driver: str
+
+
+class Refused(Event, frozen=True, kw_only=True, tag="refused"):
+    """A request was turned down, and nothing was made or changed."""
+
+    operation: str
+    code: str
+    message: str
+
+
+class Started(Event, frozen=True, kw_only=True, tag="started"):
+    """An execution began."""
+
+    execution: str
+    command: str
+    user: str = "user"
+
+
+class Exited(Event, frozen=True, kw_only=True, tag="exited"):
+    """An execution ended; its output is in its log, not here."""
+
+    execution: str
+    exit_code: int | None
+    signal: int | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    duration_ms: float = 0
+
+
+class Denied(Event, frozen=True, kw_only=True, tag="denied"):
+    """The glass stopped something; `execution` is None where it cannot be told."""
+
+    denial: model.Denial
+    execution: str | None = None
+
+
+class FileWritten(Event, frozen=True, kw_only=True, tag="file_written"):
+    """A file was put into the sandbox from outside. Writes from inside are not observed."""
+
+    path: str
+    size: int
+
+
+class Extended(Event, frozen=True, kw_only=True, tag="extended"):
+    """The life of a sandbox was set anew; None is without end."""
+
+    expires_at: float | None
+
+
+class Paused(Event, frozen=True, kw_only=True, tag="paused"):
+    """Everything in the sandbox stands still; memory stays."""
+
+
+class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
+    """A paused sandbox runs again."""
+
+
+class Deleted(Event, frozen=True, kw_only=True, tag="deleted"):
+    """A sandbox ended by a decision: somebody's, or a rule's. Nothing of it is left."""
+
+    reason: EndReason
+    executions: int = 0
+
+
+class Lost(Event, frozen=True, kw_only=True, tag="lost"):
+    """A sandbox ended and nobody decided so; `owner` is the engine it belonged to, as `pid:starttime`."""
+
+    reason: str
+    owner: str
+
+
+class Swept(Event, frozen=True, kw_only=True, tag="swept"):
+    """Remains of a sandbox were removed after the fact."""
+
+    remains: tuple[str, ...] = ()
+    """What was found, a word each: `cgroup`, `directory`, `stub:.envrc`, …"""
+
+
+AnyEvent = (
+    Created
+    | Refused
+    | Started
+    | Exited
+    | Denied
+    | FileWritten
+    | Extended
+    | Paused
+    | Resumed
+    | Deleted
+    | Lost
+    | Swept
+)
+KINDS: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__}
+
+
+class Row(NamedTuple):
+    """An event as the journal stores it: what is searched for apart from the rest."""
+
+    kind: str
+    sandbox: str | None
+    time: float
+    data: dict[str, Any]
+
+
+def bounded(value: Any) -> Any:
+    """`value` with every text in it cut to size and printable as UTF-8; the very same object if it already is."""
+    match value:
+        case str():
+            return _bounded_text(value)
+        case tuple():
+            kept = tuple(bounded(item) for item in value[:MAX_ITEMS])
+            return value if kept == value else kept
+        case msgspec.Struct():
+            kept_fields = {name: bounded(getattr(value, name)) for name in value.__struct_fields__}
+            kept_struct = msgspec.structs.replace(value, **kept_fields)
+            return value if kept_struct == value else kept_struct
+        case _:
+            return value
+
+
+def _bounded_text(text: str) -> str:
+    if text.isascii() and len(text) <= MAX_TEXT:
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def encode(event: AnyEvent) -> bytes:
+    """One line of JSON, without its newline."""
+    return _encoder.encode(event)
+
+
+def decode(line: bytes | str) -> AnyEvent | None:
+    """The event of a line; None for a kind that this version does not know. A broken line raises ValueError."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.ValidationError:
+        kind = msgspec.json.decode(line, type=dict[str, Any]).get("kind")
+        if isinstance(kind, str) and kind not in KINDS:
+            return None
+        raise
+
+
+def to_row(event: AnyEvent) -> Row:
+    data: dict[str, Any] = msgspec.to_builtins(event)
+    return Row(data.pop("kind"), data.pop("sandbox"), data.pop("time"), data)
+
+
+def from_row(row: Row) -> AnyEvent | None:
+    """The event that was stored; None for a kind that this version does not know."""
+    if row.kind not in KINDS:
+        return None
+    whole = {"kind": row.kind, "sandbox": row.sandbox, "time": row.time, **row.data}
+    event: AnyEvent = msgspec.convert(whole, AnyEvent)
+    return event

@@ -1,0 +1,435 @@
+"""Settings: what may be chosen, why the default is what it is, and the one place where files and environment are read.
+
+    ${XDG_CONFIG_HOME:-~/.config}/cloche/settings.toml      groups as tables; every key is a field below
+    CLOCHE_HOME  CLOCHE_URL  CLOCHE_API_KEY  CLOCHE_KEEPER  CI
+
+A setting is the owner's choice for this machine; what one sandbox gets is its spec, what it may touch its policy. There
+are few, each has a paragraph, and the reference page is tested against this file. Where state lives is chosen by
+environment alone, so that the thin client finds its keeper without parsing TOML.
+
+Mistakes are reported with file, line and key. The line of a key is found by asking the parser itself: the first prefix
+of the file that parses and has the key ends with it. That is exact for every spelling TOML allows, and only a mistake
+pays for it. Policy files may come with somebody's repository, so size, depth and the effort of that search are bounded.
+Because commands must start fast, the TOML parser is imported only if there is a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from cloche import errors, model, policy
+
+MAX_SOCKET_PATH = 107  # sun_path of Linux, without its NUL
+MAX_FILE = 64 << 10
+_MAX_EFFORT = 2 << 20  # characters parsed to find a line: about a second
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape all groups share."""
+
+
+class Limits(Group, frozen=True, kw_only=True):
+    """What one engine may hold."""
+
+    max_sandboxes: Positive = 2000
+    """Live sandboxes of one engine. One more is refused with `capacity_exceeded`. An idle sandbox takes about 2 MiB
+    and a handful of descriptors; 2000 of them fit a small machine, and a runaway loop meets a limit before the
+    machine does."""
+
+    output_limit_bytes: Positive = 1 << 20
+    """Bytes of each stream of an execution that its result holds: the first and the last half; what lies between is
+    counted and left to the log. 1 MiB is more than a model or a person reads, and a thousand results fit in memory. An
+    execution may ask for less or more by `output_limit`."""
+
+    log_limit_mib: Positive = 256
+    """MiB of one execution's full output that are kept on disk, for reading by cursor. Beyond it the oldest bytes go. It
+    holds the output of a long build, and a flood cannot fill the disk."""
+
+    log_linger_s: Seconds = 600
+    """Seconds that the full log of a finished execution stays readable while its sandbox lives. Ten minutes are
+    enough to come back for it; the log never outlives the sandbox."""
+
+
+class Defaults(Group, frozen=True, kw_only=True):
+    """What a sandbox gets where its maker says nothing."""
+
+    profile: Literal["restrictive", "moderate", "permissive"] = "moderate"
+    """The policy profile. `moderate` has a writable root that is thrown away, and no network: most work goes well and
+    nothing gets out."""
+
+    template: str = "base"
+    """The starting point. `base` shows the programs of this machine, read-only; it works offline and needs no image."""
+
+    minimum_isolation: model.Level = "namespaces"
+    """The weakest glass that is acceptable. Below it creation fails and says why; isolation is never lowered
+    silently. `process` shares the file system view of the host and must be chosen on purpose."""
+
+    resources: model.Resources = model.DEFAULT_RESOURCES
+    """Memory and disk in MiB, processors, and processes (`memory_mib`, `disk_mib`, `cpus`, `pids`). The defaults suit
+    a test run or a script, and several of them at once suit a laptop."""
+
+    timeout_s: Seconds | None = 300
+    """Seconds a sandbox lives from its creation or its last `extend`; `"none"` is without end. Five minutes, because
+    what was forgotten should go away, and whoever needs more knows it."""
+
+    idle_timeout_s: Seconds | None = None
+    """Seconds without an execution or a byte on streams, files or ports after which a sandbox ends; `"none"` (the
+    default) leaves that to `timeout_s`."""
+
+
+class Keeper(Group, frozen=True, kw_only=True):
+    """The background engine that keeps sandboxes between commands."""
+
+    start: bool = True
+    """Whether a command may leave a keeper starting behind it. `CLOCHE_KEEPER=off` or `CI` in the environment
+    say no, `CLOCHE_KEEPER=on` says yes even there. A sandbox that is made to stay needs one in any case."""
+
+    idle_exit_s: Seconds = 60
+    """Seconds after its last sandbox and client at which the keeper exits. A minute spans the pauses between commands;
+    a machine at rest runs nothing of ours."""
+
+    warm_sandboxes: Count = 1
+    """Sandboxes of the last-used shape that wait ready in the keeper, each used once. One makes the next command
+    answer in milliseconds and costs 2 MiB; 0 turns it off."""
+
+
+class Guest(Group, frozen=True, kw_only=True):
+    """The part of Cloche that runs inside the glass, which is hostile ground."""
+
+    answer_timeout_s: Seconds = 20
+    """Seconds a guest has to answer one request (to start a command, open a file). After that the sandbox counts as
+    broken, `guest_misbehaved`: whatever runs inside may have stopped it. Twenty seconds are for machines that swap."""
+
+    prestart_contexts: bool = True
+    """Whether a warm sandbox starts its interpreter ahead of need. The first `run_code` then answers at once; an
+    interpreter that waits costs about 10 MiB."""
+
+
+class Settings(Group, frozen=True, kw_only=True):
+    """Everything that was chosen, from wherever."""
+
+    home: str
+    """Where state lives, mode 0700: `$CLOCHE_HOME`, else `cloche` in the XDG state directory (`~/.local/state`). Set
+    by environment only. It must be a local file system, and short enough for a socket path (107 bytes)."""
+
+    url: str | None = None
+    """The server to use, from `CLOCHE_URL`: `http://`, `https://` or `unix:`. If it is set and does not answer, that is
+    an error, never a reason to run locally."""
+
+    api_key: str | None = None
+    """From `CLOCHE_API_KEY`: a client sends it, a server accepts it. Environment only, because files get shared."""
+
+    limits: Limits = Limits()
+    defaults: Defaults = Defaults()
+    keeper: Keeper = Keeper()
+    guest: Guest = Guest()
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        shown["api_key"] = "***" if self.api_key else None
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def state_path(self) -> str:
+        return os.path.join(self.home, "state.db")
+
+    @property
+    def socket_path(self) -> str:
+        """Where the keeper listens; `socket_path_too_long` if the kernel could not take it."""
+        path = os.path.join(self.home, "cloche.sock")
+        size = len(os.fsencode(path))
+        if size > MAX_SOCKET_PATH:
+            raise errors.error(
+                "socket_path_too_long",
+                f"the socket path {path!r} has {size} bytes; Linux takes {MAX_SOCKET_PATH}",
+                hint="set CLOCHE_HOME to a shorter directory",
+                path=path,
+            )
+        return path
+
+
+_BY_ENVIRONMENT = ("home", "url", "api_key")
+_OFF_VALUES = ("", "0", "false", "no")
+
+
+def load(environment: Mapping[str, str]) -> Settings:
+    """The settings of this user: the file's, then the environment's. Nothing is created."""
+    path = os.path.join(_base(environment, "XDG_CONFIG_HOME", ".config"), "cloche", "settings.toml")
+    file = _read(path, "settings_invalid", missing_ok=True)
+    chosen = Settings(home=_home(environment)) if file is None else _from_file(file, _home(environment))
+    return msgspec.structs.replace(
+        chosen,
+        url=_url(environment),
+        api_key=environment.get("CLOCHE_API_KEY") or None,
+        keeper=msgspec.structs.replace(chosen.keeper, start=_keeper_start(environment, chosen.keeper.start)),
+    )
+
+
+def load_policy(path: str | os.PathLike[str]) -> policy.Policy:
+    """A policy from a TOML file, its fields as top-level keys. A mistake says file, line and key."""
+    file = _read(os.fspath(path), "policy_invalid")
+    assert file is not None
+    _refuse_unknown(file, policy.Policy, file.data, unknown_code="field_unknown")
+    return _convert(file, file.data, policy.Policy)
+
+
+def make_home(home: str) -> None:
+    """Make the state directory, or make sure that it is ours alone."""
+    try:
+        os.makedirs(home, mode=0o700, exist_ok=True)
+        found = os.stat(home)
+    except OSError as problem:
+        raise _wrong_home(f"the state directory {home!r} cannot be made: {problem.strerror}") from None
+    # A directory of somebody else holds a database and sockets that they choose: trust would be theirs to abuse.
+    if found.st_uid != os.geteuid():
+        raise _wrong_home(
+            f"the state directory {home!r} belongs to uid {found.st_uid}, not to {os.geteuid()}"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        os.chmod(home, 0o700)
+
+
+# ── environment ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _home(environment: Mapping[str, str]) -> str:
+    chosen = environment.get("CLOCHE_HOME")
+    if not chosen:
+        return os.path.join(_base(environment, "XDG_STATE_HOME", ".local/state"), "cloche")
+    if not os.path.isabs(chosen) or "\0" in chosen or "\n" in chosen:
+        raise _wrong_home(f"CLOCHE_HOME is {chosen!r}, which is not an absolute path")
+    return os.path.normpath(chosen)
+
+
+def _base(environment: Mapping[str, str], variable: str, below_home: str) -> str:
+    """A base directory of the XDG specification, which says to ignore a relative one."""
+    chosen = environment.get(variable, "")
+    return chosen if os.path.isabs(chosen) else os.path.join(_user_home(environment), below_home)
+
+
+def _user_home(environment: Mapping[str, str]) -> str:
+    home = environment.get("HOME", "")
+    if os.path.isabs(home):
+        return home
+    import pwd  # here, because HOME is nearly always set
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        raise _wrong_home(f"HOME is not set and uid {os.getuid()} has no home directory") from None
+
+
+def _wrong_home(message: str) -> errors.ClocheError:
+    hint = "set CLOCHE_HOME to an absolute path of a directory of your own"
+    return errors.error("settings_invalid", message, hint=hint, key="CLOCHE_HOME")
+
+
+def _url(environment: Mapping[str, str]) -> str | None:
+    url = environment.get("CLOCHE_URL") or None
+    if url is not None and not url.startswith(("http://", "https://", "unix:")):
+        raise errors.error(
+            "settings_invalid",
+            f"CLOCHE_URL is {url!r}, which is not the address of a server",
+            hint="it looks like http://localhost:7777; unset it to run locally",
+            key="CLOCHE_URL",
+        )
+    return url
+
+
+def _keeper_start(environment: Mapping[str, str], in_file: bool) -> bool:
+    word = environment.get("CLOCHE_KEEPER", "")
+    if word not in ("", "on", "off"):
+        raise errors.error(
+            "settings_invalid", f"CLOCHE_KEEPER is {word!r}", hint="it is on or off", key="CLOCHE_KEEPER"
+        )
+    if word:
+        return word == "on"
+    return in_file and environment.get("CI", "").lower() in _OFF_VALUES
+
+
+# ── files ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _File(NamedTuple):
+    """A TOML file, and the code under which its mistakes are reported."""
+
+    path: str
+    text: str
+    data: dict[str, Any]
+    code: str
+
+    def wrong(
+        self, key: tuple[str | int, ...], message: str, hint: str, code: str | None = None
+    ) -> errors.ClocheError:
+        line = _line_of(self.text, key)
+        where = self.path if line is None else f"{self.path}, line {line}"
+        dotted = ".".join(str(part) for part in key)
+        return errors.error(
+            code or self.code, f"{where}: {message}", hint=hint, file=self.path, line=line, key=dotted
+        )
+
+
+def _from_file(file: _File, home: str) -> Settings:
+    data = _refuse_unknown(file, Settings, file.data)
+    for key in _BY_ENVIRONMENT:
+        if key in data:
+            name = f"CLOCHE_{key.upper()}"
+            raise file.wrong((key,), f"{key!r} is not set in a file", hint=f"set {name} in the environment")
+    chosen = _convert(file, {**data, "home": home}, Settings)
+    try:
+        chosen.defaults.resources.check()
+    except errors.ClocheError as problem:
+        place = ("defaults", "resources", str(problem.details["field"]))
+        raise file.wrong(place, problem.message, hint=problem.hint or "") from None
+    return chosen
+
+
+def _read(path: str, code: str, *, missing_ok: bool = False) -> _File | None:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_FILE + 1)
+    except FileNotFoundError as problem:
+        if missing_ok:
+            return None
+        raise _unreadable(path, code, problem) from None
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
+        raise _unreadable(path, code, problem) from None
+    if len(raw) > MAX_FILE:
+        raise errors.error(code, f"{path} has more than 64 KiB", hint="is it the right file?", file=path)
+    return _parse(path, raw, code)
+
+
+def _unreadable(path: str, code: str, problem: Exception) -> errors.ClocheError:
+    cause = getattr(problem, "strerror", None) or str(problem)
+    return errors.error(
+        code, f"{path!r} cannot be read: {cause}", hint="check path and permissions", file=path
+    )
+
+
+def _parse(path: str, raw: bytes, code: str) -> _File:
+    import tomllib
+
+    try:
+        text = raw.decode().replace("\r\n", "\n")
+        return _File(path, text, tomllib.loads(text), code)
+    except UnicodeDecodeError as problem:
+        line = raw.count(b"\n", 0, problem.start) + 1
+        cause = "it is not UTF-8"
+    except tomllib.TOMLDecodeError as problem:
+        found = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)$", str(problem))
+        line = int(found[1]) if found and found[1] else raw.count(b"\n") + 1
+        cause = str(problem)[: found.start()] if found else str(problem)
+    except RecursionError:
+        line, cause = 1, "it is nested too deeply"
+    raise errors.error(
+        code,
+        f"{path}, line {line}: this is not TOML: {cause}",
+        hint="see https://toml.io",
+        file=path,
+        line=line,
+    )
+
+
+def _refuse_unknown(
+    file: _File,
+    struct: type[msgspec.Struct],
+    data: dict[str, Any],
+    *,
+    at: tuple[str, ...] = (),
+    unknown_code: str | None = None,
+) -> dict[str, Any]:
+    """`data` with "none" read as None where a field may be that; a key that is no field is refused by name."""
+    kept: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in struct.__struct_fields__:
+            known = [name for name in struct.__struct_fields__ if at or name not in _BY_ENVIRONMENT]
+            raise file.wrong(
+                (*at, key),
+                f"there is no key {'.'.join((*at, key))!r}",
+                errors.nearest(key, known),
+                unknown_code,
+            )
+        inner = _struct_of(struct, key)
+        if inner is not None and isinstance(value, dict):
+            kept[key] = _refuse_unknown(file, inner, value, at=(*at, key))
+        else:
+            kept[key] = None if value == "none" and "None" in struct.__annotations__[key] else value
+    return kept
+
+
+def _struct_of(struct: type[msgspec.Struct], field: str) -> type[msgspec.Struct] | None:
+    """The struct that a field holds, told by its default: every group has one."""
+    index = (
+        struct.__struct_fields__.index(field)
+        - len(struct.__struct_fields__)
+        + len(struct.__struct_defaults__)
+    )
+    default = struct.__struct_defaults__[index] if index >= 0 else None
+    return type(default) if isinstance(default, msgspec.Struct) else None
+
+
+def _convert(file: _File, data: dict[str, Any], struct: type[T]) -> T:
+    try:
+        return msgspec.convert(data, struct)
+    except msgspec.ValidationError as problem:
+        cause, _, place = str(problem).partition(" - at `$")
+        key = tuple(int(index) if index else name for name, index in _PART.findall(place))
+        dotted = ".".join(str(part) for part in key)
+        message = f"{dotted!r} is wrong: {cause[:1].lower()}{cause[1:]}"
+        raise file.wrong(key, message, hint=f"see docs/reference/{_PAGE[file.code]}") from None
+
+
+_PART = re.compile(r"\.([A-Za-z0-9_-]+)|\[(\d+)\]")
+_PAGE = {"settings_invalid": "settings.md", "policy_invalid": "policy.md"}
+
+
+def _line_of(text: str, key: tuple[str | int, ...]) -> int | None:
+    """The line where `key` is given, counted from 1; None if it is not to be found with bounded effort."""
+    lines = text.split("\n")
+    if not key or not _prefix_has(lines, key):
+        return None
+    without, having = 0, len(lines)  # lengths of whole prefixes; the key begins between them
+    effort = 0
+    while effort < _MAX_EFFORT:
+        # Halve the gap. A prefix that ends within a value is not whole: try its neighbours, downwards and then up.
+        middle = (without + having) // 2
+        for count in (*range(middle, without, -1), *range(middle + 1, having)):
+            effort += sum(map(len, lines[:count]))
+            found = _prefix_has(lines[:count], key)
+            if found is not None or effort > _MAX_EFFORT:
+                break
+        else:
+            return without + 1
+        if found is not None:
+            without, having = (without, count) if found else (count, having)
+    return None
+
+
+def _prefix_has(lines: list[str], key: tuple[str | int, ...]) -> bool | None:
+    """Whether these lines have the key; None if they are not whole."""
+    import tomllib
+
+    try:
+        return _has(tomllib.loads("\n".join(lines) + "\n"), key)
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def _has(data: Any, key: tuple[str | int, ...]) -> bool:
+    for part in key:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
