@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from cloche import model, policy
+from cloche import events, model, policy
 
 
 class Clock(Protocol):
@@ -104,6 +104,10 @@ class Machine(ABC):
     @abstractmethod
     def open_terminal(self) -> Terminal: ...
 
+    def read_only_rule(self, path: str) -> str | None:
+        """The rule that makes a path inside read-only, None if none of ours does."""
+        return None
+
     @abstractmethod
     async def set_environment(self, env: dict[str, str]) -> None:
         """Bind variables for executions to come."""
@@ -149,14 +153,148 @@ class Driver(ABC):
         """Remove what machines of dead engines left behind; the ids swept."""
 
 
+class Backend(ABC):
+    """What the SDK works on: an engine in this process, or a server far away. Sandboxes are named by id or name.
+
+    Every method may raise any `ClocheError`; a failing command is a result. Iterators end when their subject ends, and
+    leaving one early is harmless.
+    """
+
+    where: str
+    """The address of the server, or `in process`."""
+
+    @abstractmethod
+    async def create(self, spec: model.SandboxSpec) -> model.SandboxInfo: ...
+
+    @abstractmethod
+    async def info(self, sandbox: str) -> model.SandboxInfo: ...
+
+    @abstractmethod
+    async def list(self) -> list[model.SandboxInfo]: ...
+
+    @abstractmethod
+    async def delete(self, sandbox: str) -> None: ...
+
+    @abstractmethod
+    async def extend(self, sandbox: str, timeout_s: float | None) -> model.SandboxInfo: ...
+
+    @abstractmethod
+    async def exec(self, sandbox: str, request: model.ExecRequest) -> model.ExecResult: ...
+
+    @abstractmethod
+    async def start(self, sandbox: str, request: model.ExecRequest) -> model.ExecutionInfo: ...
+
+    @abstractmethod
+    def attach(self, sandbox: str, execution: str, after: int = 0, wait: bool = True) -> AsyncIterator[model.StreamEvent]: ...
+
+    @abstractmethod
+    async def wait(self, sandbox: str, execution: str) -> model.ExecResult: ...
+
+    @abstractmethod
+    async def write_stdin(self, sandbox: str, execution: str, data: bytes, end: bool = False) -> None: ...
+
+    @abstractmethod
+    async def resize(self, sandbox: str, execution: str, columns: int, rows: int) -> None: ...
+
+    @abstractmethod
+    async def signal(self, sandbox: str, execution: str, number: int, tree: bool = False) -> None: ...
+
+    @abstractmethod
+    async def executions(self, sandbox: str) -> list[model.ExecutionInfo]: ...
+
+    @abstractmethod
+    async def read_file(self, sandbox: str, path: str, user: str = "user") -> bytes: ...
+
+    @abstractmethod
+    def read_file_stream(self, sandbox: str, path: str, user: str = "user") -> AsyncIterator[bytes]: ...
+
+    @abstractmethod
+    async def write_file(self, sandbox: str, path: str, data: bytes, user: str = "user", mode: int | None = None) -> model.FileInfo: ...
+
+    @abstractmethod
+    async def list_files(self, sandbox: str, path: str, depth: int = 1, user: str = "user") -> list[model.FileInfo]: ...
+
+    @abstractmethod
+    async def stat_file(self, sandbox: str, path: str, user: str = "user") -> model.FileInfo: ...
+
+    @abstractmethod
+    async def move_file(self, sandbox: str, path: str, target: str, overwrite: bool = True, user: str = "user") -> None: ...
+
+    @abstractmethod
+    async def remove_file(self, sandbox: str, path: str, recursive: bool = False, user: str = "user") -> None: ...
+
+    @abstractmethod
+    async def make_dir(self, sandbox: str, path: str, user: str = "user") -> bool: ...
+
+    @abstractmethod
+    def watch_files(self, sandbox: str, path: str, recursive: bool = False, user: str = "user") -> AsyncIterator[model.FileEvent]: ...
+
+    @abstractmethod
+    async def upload_tree(self, sandbox: str, path: str, archive: bytes, user: str = "user") -> int: ...
+
+    @abstractmethod
+    async def download_tree(self, sandbox: str, path: str, user: str = "user") -> bytes: ...
+
+    @abstractmethod
+    async def create_context(self, sandbox: str, language: str = "python", cwd: str | None = None) -> model.ContextInfo: ...
+
+    @abstractmethod
+    async def contexts(self, sandbox: str) -> list[model.ContextInfo]: ...
+
+    @abstractmethod
+    async def run_code(
+        self, sandbox: str, code: str, context: str | None = None, language: str = "python",
+        env: dict[str, str] | None = None, timeout_s: float | None = None,
+    ) -> model.CodeResult: ...  # fmt: skip
+
+    @abstractmethod
+    async def interrupt_context(self, sandbox: str, context: str) -> None: ...
+
+    @abstractmethod
+    async def restart_context(self, sandbox: str, context: str) -> None: ...
+
+    @abstractmethod
+    async def delete_context(self, sandbox: str, context: str) -> None: ...
+
+    @abstractmethod
+    async def suspend(self, sandbox: str) -> model.SandboxInfo: ...
+
+    @abstractmethod
+    async def resume(self, sandbox: str) -> model.SandboxInfo: ...
+
+    @abstractmethod
+    async def usage(self, sandbox: str) -> model.SandboxUsage: ...
+
+    @abstractmethod
+    async def events(self, after: int = 0, sandbox: str | None = None, limit: int = 1000) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def follow_events(self, after: int = 0, sandbox: str | None = None) -> AsyncIterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    async def sweep(self) -> list[str]:
+        """Remove what dead engines left behind."""
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+
 class Store(ABC):
-    """The durable nouns and the journal."""
+    """The durable nouns and the journal. Methods block; callers in an event loop use a thread."""
 
     @abstractmethod
     def put_sandbox(self, info: model.SandboxInfo) -> None: ...
 
     @abstractmethod
     def sandboxes(self, *, live_only: bool = False) -> list[model.SandboxInfo]: ...
+
+    @abstractmethod
+    def mark_lost(self, owner_alive: Callable[[str], bool], now: float) -> list[model.SandboxInfo]:
+        """Turn the live sandboxes of dead owners into lost ones, with an event each; those that were."""
+
+    @abstractmethod
+    def record(self, happened: Iterable[events.AnyEvent]) -> list[int]:
+        """Append events, all or none; their sequence numbers."""
 
     @abstractmethod
     def append_event(self, kind: str, sandbox: str | None, time: float, data: dict[str, Any]) -> int: ...

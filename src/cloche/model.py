@@ -224,6 +224,16 @@ class SandboxInfo(Noun, frozen=True, kw_only=True):
     reason: str | None = None
 
 
+class SandboxUsage(Noun, frozen=True, kw_only=True):
+    """What a sandbox costs now, and has cost."""
+
+    memory_mib: float
+    memory_peak_mib: float
+    cpu_ms: float
+    pids: int
+    oom_kills: int
+
+
 # ── what an execution was ──────────────────────────────────────────────────────────────────────────
 
 

@@ -43,7 +43,7 @@ class Agent:
         self.acts = {
             "exec": self.exec, "signal": self.signal, "open": self.open, "stat": self.stat, "list": self.list,
             "move": self.move, "remove": self.remove, "make_dir": self.make_dir, "chmod": self.chmod,
-            "watch": self.watch, "unwatch": self.unwatch, "env": self.env, "connect": self.connect,
+            "symlink": self.symlink, "watch": self.watch, "unwatch": self.unwatch, "env": self.env, "connect": self.connect,
             "ping": self.ping, "processes": self.processes,
         }  # fmt: skip
 
@@ -319,6 +319,14 @@ class Agent:
     def chmod(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
         with self.acting_as(self.identity(message)):
             os.chmod(self.absolute(str(message["path"])), int(message["mode"]))  # type: ignore[call-overload]
+            return {}, []
+
+    def symlink(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+        with self.acting_as(self.identity(message)):
+            path = self.absolute(str(message["path"]))
+            if message.get("parents"):
+                _make_parents(path)
+            os.symlink(str(message["target"]), path)
             return {}, []
 
     def watch(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":

@@ -1,0 +1,452 @@
+"""The use cases. `Engine` is the one object that every face talks to; it sees vocabulary and interfaces only.
+
+One engine lives in one event loop, in the calling process, in the keeper, or in a server. Memory is the working copy;
+the store is the truth after a restart, when every sandbox of a dead engine is `lost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from cloche import errors, events, interfaces, model, policy, settings
+from cloche.engine import contexts, execution, files, journal, placement, reaping, sandboxes
+
+_MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
+
+
+class SystemClock:
+    def time(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+
+class Engine(interfaces.Backend):
+    def __init__(
+        self,
+        config: settings.Settings,
+        store: interfaces.Store,
+        drivers: Sequence[tuple[str, Callable[[], interfaces.Driver]]],
+        *,
+        owner: str,
+        where: str = "in process",
+        clock: interfaces.Clock | None = None,
+        warm: int = 0,
+    ) -> None:
+        self.where = where
+        self.owner = owner
+        self.settings = config
+        self._clock = clock or SystemClock()
+        self._placement = placement.Placement(drivers)
+        self._sandboxes: dict[str, sandboxes.Sandbox] = {}
+        self._names: dict[str, str] = {}
+        self._ended: dict[str, str] = {}
+        self._creating = 0
+        self._store = store
+        self._journal = journal.Journal(store)
+        self._reaper = reaping.Reaper(self._clock, lambda: list(self._sandboxes.values()), self._expire)
+        self._warm = reaping.Warm(self._make_machine, warm)
+        self._background: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    # ── sandboxes ───────────────────────────────────────────────────────────────────────────────
+
+    async def create(self, spec: model.SandboxSpec) -> model.SandboxInfo:
+        self._accept(spec)
+        rules = self._rules(spec)
+        if spec.name is not None and spec.name in self._names:
+            return self._same(spec)
+        self._check_capacity()
+        sandbox_id = model.new_id()
+        if spec.name is not None:
+            self._names[spec.name] = sandbox_id
+        self._creating += 1
+        try:
+            machine = await self._warm.take(spec) or await self._make_machine(spec, rules)
+        except BaseException:
+            self._names.pop(spec.name or "", None)
+            raise
+        finally:
+            self._creating -= 1
+        made = sandboxes.Sandbox(
+            sandbox_id, spec, rules, machine, self.settings.limits, self._directory, self._clock
+        )
+        self._sandboxes[sandbox_id] = made
+        machine.ended.add_done_callback(lambda future: self._machine_ended(made, future))
+        self._reaper.look_again()
+        info = made.info(server=self.where, owner=self.owner)
+        self._journal.append(
+            events.Created(
+                sandbox=sandbox_id, time=made.created_at, actor=self._actor, name=spec.name, template=spec.template,
+                profile=spec.profile, isolation=machine.isolation.level, driver=machine.isolation.driver,
+            )  # fmt: skip
+        )
+        if spec.stay:
+            await asyncio.to_thread(self._store.put_sandbox, info)
+        self._warm.replenish(spec, rules)
+        return info
+
+    def _accept(self, spec: model.SandboxSpec) -> None:
+        if self._closed:
+            raise errors.error("server_unavailable", "this engine is closed")
+        spec.check()
+        if spec.template != "base":
+            raise errors.error("template_not_found", f"there is no template {spec.template!r}", hint="use 'base'")
+
+    def _rules(self, spec: model.SandboxSpec) -> policy.Policy:
+        rules = policy.profile(spec.profile)
+        if spec.policy:
+            rules = policy.parse(spec.policy, base=rules)
+        if rules.network != "off" and (spec.policy.get("network") or "off") != "off":
+            raise errors.error(
+                "network_refused", "network rules are not available in this version; the network is off",
+                hint="leave network out",
+            )  # fmt: skip
+        return rules
+
+    def _same(self, spec: model.SandboxSpec) -> model.SandboxInfo:
+        found = self._sandboxes.get(self._names[spec.name or ""])
+        if found is None or found.spec != spec:
+            raise errors.error(
+                "name_conflict", f"the name {spec.name!r} is taken by a sandbox that was asked for differently",
+                hint="delete it, or choose another name",
+            )  # fmt: skip
+        return found.info(server=self.where, owner=self.owner)
+
+    def _check_capacity(self) -> None:
+        limit = self.settings.limits.max_sandboxes
+        if len(self._sandboxes) + self._creating >= limit:
+            raise errors.error(
+                "capacity_exceeded", f"{limit} sandboxes are live, which is this engine's limit",
+                hint="delete some, or raise limits.max_sandboxes",
+            )  # fmt: skip
+
+    async def _make_machine(self, spec: model.SandboxSpec, rules: policy.Policy) -> interfaces.Machine:
+        minimum = max(spec.minimum_isolation, rules.minimum_isolation, key=model.LEVELS.index)
+        if spec.minimum_isolation == "process":
+            minimum = rules.minimum_isolation if rules.minimum_isolation != "namespaces" else "process"
+        driver = await self._placement.choose(minimum, spec.driver)
+        return await driver.create(model.new_id(), spec, rules)
+
+    def _find(self, sandbox: str) -> sandboxes.Sandbox:
+        found = self._sandboxes.get(sandbox) or self._sandboxes.get(self._names.get(sandbox, ""))
+        if found is not None:
+            return found
+        if sandbox in self._ended:
+            raise errors.error("sandbox_lost", f"sandbox {sandbox} has ended: {self._ended[sandbox]}", hint="create another")
+        raise errors.error("sandbox_not_found", f"there is no sandbox {sandbox!r}", hint="`cloche list` shows what is there")
+
+    async def info(self, sandbox: str) -> model.SandboxInfo:
+        return self._find(sandbox).info(server=self.where, owner=self.owner)
+
+    async def list(self) -> list[model.SandboxInfo]:
+        return [s.info(server=self.where, owner=self.owner) for s in self._sandboxes.values()]
+
+    async def delete(self, sandbox: str) -> None:
+        await self._end(self._find(sandbox), "asked", "deleted")
+
+    async def extend(self, sandbox: str, timeout_s: float | None) -> model.SandboxInfo:
+        found = self._find(sandbox)
+        found.extend(timeout_s)
+        self._reaper.look_again()
+        self._journal.append(
+            events.Extended(sandbox=found.id, time=self._clock.time(), actor=self._actor, expires_at=found.expires_at)
+        )
+        return found.info(server=self.where, owner=self.owner)
+
+    async def suspend(self, sandbox: str) -> model.SandboxInfo:
+        found = self._find(sandbox)
+        await found.pause()
+        self._journal.append(events.Paused(sandbox=found.id, time=self._clock.time(), actor=self._actor))
+        return found.info(server=self.where, owner=self.owner)
+
+    async def resume(self, sandbox: str) -> model.SandboxInfo:
+        found = self._find(sandbox)
+        await found.wake()
+        self._journal.append(events.Resumed(sandbox=found.id, time=self._clock.time(), actor=self._actor))
+        return found.info(server=self.where, owner=self.owner)
+
+    async def usage(self, sandbox: str) -> model.SandboxUsage:
+        return model.SandboxUsage(**self._find(sandbox).machine.usage()._asdict())
+
+    # ── endings ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _end(self, sandbox: sandboxes.Sandbox, reason: events.EndReason, words: str) -> None:
+        if sandbox.phase == "deleted":
+            await asyncio.shield(sandbox.machine.ended)
+            return
+        sandbox.phase = "deleted"
+        sandbox.reason = words
+        self._forget(sandbox, words)
+        self._journal.append(
+            events.Deleted(
+                sandbox=sandbox.id, time=self._clock.time(), actor=self._actor, reason=reason, executions=sandbox.count
+            )
+        )
+        if sandbox.spec.stay:
+            await asyncio.to_thread(self._store.put_sandbox, sandbox.info(server=self.where, owner=self.owner))
+        await sandbox.machine.kill(words)
+        sandbox.close()
+
+    def _expire(self, sandbox: sandboxes.Sandbox, reason: str) -> None:
+        words = "its time was up" if reason == "expired" else "nobody used it"
+        self._spawn(self._end(sandbox, "expired" if reason == "expired" else "idle", words), f"end {sandbox.id}")
+
+    def _machine_ended(self, sandbox: sandboxes.Sandbox, future: asyncio.Future[str]) -> None:
+        if sandbox.phase == "deleted" or future.cancelled():
+            return
+        reason = future.result()
+        sandbox.phase, sandbox.reason = "lost", reason
+        self._forget(sandbox, reason)
+        sandbox.close()
+        self._journal.append(
+            events.Lost(sandbox=sandbox.id, time=self._clock.time(), actor="engine", reason=reason, owner=self.owner)
+        )
+
+    def _forget(self, sandbox: sandboxes.Sandbox, words: str) -> None:
+        self._sandboxes.pop(sandbox.id, None)
+        if sandbox.spec.name is not None and self._names.get(sandbox.spec.name) == sandbox.id:
+            del self._names[sandbox.spec.name]
+        self._ended[sandbox.id] = words
+        while len(self._ended) > _MOST_LOST:
+            del self._ended[next(iter(self._ended))]
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # ── executions ──────────────────────────────────────────────────────────────────────────────
+
+    async def exec(self, sandbox: str, request: model.ExecRequest) -> model.ExecResult:
+        """Run to the end, or, past `background_after_s`, hand back the running command."""
+        found = self._find(sandbox)
+        running = await self._start(found, request)
+        try:
+            return await asyncio.wait_for(asyncio.shield(running.result), request.background_after_s)
+        except TimeoutError:
+            log = running.log
+            return model.ExecResult(
+                exit_code=None, stdout_bytes=log.stdout.bytes(), stderr_bytes=log.stderr.bytes(),
+                stdout_total=log.stdout.total, stderr_total=log.stderr.total, isolation=found.machine.isolation,
+                execution=running.id, process=running.id,
+            )  # fmt: skip
+        except asyncio.CancelledError:
+            if not found.spec.stay:
+                with suppress(errors.ClocheError):
+                    await running.signal(9, scope="tree")
+            raise
+
+    async def start(self, sandbox: str, request: model.ExecRequest) -> model.ExecutionInfo:
+        return (await self._start(self._find(sandbox), request)).info()
+
+    async def _start(self, found: sandboxes.Sandbox, request: model.ExecRequest) -> execution.Execution:
+        running = await found.start(request)
+        shown = running.info()
+        self._journal.append(
+            events.Started(
+                sandbox=found.id, time=shown.started_at, actor=self._actor, execution=running.id,
+                command=shown.command, user=request.user,
+            )  # fmt: skip
+        )
+        running.result.add_done_callback(lambda future: self._record_exit(found, running, future))
+        return running
+
+    def _record_exit(
+        self, found: sandboxes.Sandbox, running: execution.Execution, future: asyncio.Future[model.ExecResult]
+    ) -> None:
+        self._reaper.look_again()
+        if future.cancelled() or future.exception() is not None:
+            return
+        result = future.result()
+        now = self._clock.time()
+        for denial in result.denials:
+            self._journal.append(
+                events.Denied(sandbox=found.id, time=now, actor="guest", denial=denial, execution=running.id)
+            )
+        self._journal.append(
+            events.Exited(
+                sandbox=found.id, time=now, actor="guest", execution=running.id, exit_code=result.exit_code,
+                signal=result.signal, timed_out=result.timed_out, oom_killed=result.oom_killed,
+                duration_ms=result.duration_ms,
+            )  # fmt: skip
+        )
+
+    def attach(self, sandbox: str, execution: str, after: int = 0, wait: bool = True) -> AsyncIterator[model.StreamEvent]:
+        return self._find(sandbox).execution(execution).follow(after, wait=wait)
+
+    async def wait(self, sandbox: str, execution: str) -> model.ExecResult:
+        return await asyncio.shield(self._find(sandbox).execution(execution).result)
+
+    async def write_stdin(self, sandbox: str, execution: str, data: bytes, end: bool = False) -> None:
+        running = self._find(sandbox).execution(execution)
+        if data:
+            await running.write(data)
+        if end:
+            running.end_input()
+
+    async def resize(self, sandbox: str, execution: str, columns: int, rows: int) -> None:
+        self._find(sandbox).execution(execution).resize(columns, rows)
+
+    async def signal(self, sandbox: str, execution: str, number: int, tree: bool = False) -> None:
+        if not 0 < number < 65:
+            raise errors.error("signal_unknown", f"there is no signal {number}")
+        await self._find(sandbox).execution(execution).signal(number, scope="tree" if tree else "group")
+
+    async def executions(self, sandbox: str) -> list[model.ExecutionInfo]:
+        return [e.info() for e in self._find(sandbox).executions.values()]
+
+    # ── files ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _machine(self, sandbox: str) -> interfaces.Machine:
+        found = self._find(sandbox)
+        await found.wake()
+        found.touch()
+        return found.machine
+
+    async def read_file(self, sandbox: str, path: str, user: str = "user") -> bytes:
+        return await files.read(await self._machine(sandbox), path, user=user)
+
+    async def read_file_stream(self, sandbox: str, path: str, user: str = "user") -> AsyncIterator[bytes]:
+        async for data in files.read_stream(await self._machine(sandbox), path, user=user):
+            yield data
+
+    async def write_file(
+        self, sandbox: str, path: str, data: bytes, user: str = "user", mode: int | None = None
+    ) -> model.FileInfo:
+        info = await files.write(await self._machine(sandbox), path, data, user=user, mode=mode)
+        found = self._find(sandbox)
+        self._journal.append(
+            events.FileWritten(sandbox=found.id, time=self._clock.time(), actor=self._actor, path=path, size=len(data))
+        )
+        return info
+
+    async def list_files(self, sandbox: str, path: str, depth: int = 1, user: str = "user") -> list[model.FileInfo]:
+        return await files.list_dir(await self._machine(sandbox), path, user=user, depth=depth)
+
+    async def stat_file(self, sandbox: str, path: str, user: str = "user") -> model.FileInfo:
+        return await files.stat_path(await self._machine(sandbox), path, user=user)
+
+    async def move_file(self, sandbox: str, path: str, target: str, overwrite: bool = True, user: str = "user") -> None:
+        await files.move(await self._machine(sandbox), path, target, user=user, overwrite=overwrite)
+
+    async def remove_file(self, sandbox: str, path: str, recursive: bool = False, user: str = "user") -> None:
+        await files.remove(await self._machine(sandbox), path, user=user, recursive=recursive)
+
+    async def make_dir(self, sandbox: str, path: str, user: str = "user") -> bool:
+        return await files.make_dir(await self._machine(sandbox), path, user=user)
+
+    async def watch_files(
+        self, sandbox: str, path: str, recursive: bool = False, user: str = "user"
+    ) -> AsyncIterator[model.FileEvent]:
+        model.check_path(path)
+        machine = await self._machine(sandbox)
+        async for event in machine.watch(path, recursive=recursive, user=user):
+            yield event
+
+    async def upload_tree(self, sandbox: str, path: str, archive: bytes, user: str = "user") -> int:
+        return await files.upload_tree(await self._machine(sandbox), path, archive, user=user)
+
+    async def download_tree(self, sandbox: str, path: str, user: str = "user") -> bytes:
+        return await files.download_tree(await self._machine(sandbox), path, user=user)
+
+    # ── contexts ────────────────────────────────────────────────────────────────────────────────
+
+    async def create_context(self, sandbox: str, language: str = "python", cwd: str | None = None) -> model.ContextInfo:
+        return (await self._find(sandbox).create_context(language, cwd)).info()
+
+    async def contexts(self, sandbox: str) -> list[model.ContextInfo]:
+        return [c.info() for c in self._find(sandbox).contexts.values()]
+
+    async def run_code(
+        self, sandbox: str, code: str, context: str | None = None, language: str = "python",
+        env: dict[str, str] | None = None, timeout_s: float | None = None,
+    ) -> model.CodeResult:  # fmt: skip
+        model.check_environment(env or {})
+        model.check_seconds("timeout_s", timeout_s)
+        found = self._find(sandbox)
+        await found.wake()
+        found.touch()
+        chosen = await found.context(context, language)
+        try:
+            return await chosen.run(code, env=env, timeout_s=timeout_s)
+        except errors.SandboxLost:
+            if context is None:  # the default context is replaced by a fresh one next time
+                found.contexts.pop(chosen.id, None)
+            raise
+        finally:
+            found.touch()
+
+    async def _context(self, sandbox: str, context: str) -> contexts.Context:
+        found = self._find(sandbox)
+        await found.wake()
+        return await found.context(context, "python")
+
+    async def interrupt_context(self, sandbox: str, context: str) -> None:
+        await (await self._context(sandbox, context)).interrupt()
+
+    async def restart_context(self, sandbox: str, context: str) -> None:
+        await (await self._context(sandbox, context)).restart()
+
+    async def delete_context(self, sandbox: str, context: str) -> None:
+        chosen = await self._context(sandbox, context)
+        self._find(sandbox).contexts.pop(chosen.id, None)
+        await chosen.kill()
+
+    # ── the journal, and the rest ───────────────────────────────────────────────────────────────
+
+    async def events(self, after: int = 0, sandbox: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
+        return await self._journal.read(after=after, sandbox=sandbox, limit=limit)
+
+    def follow_events(self, after: int = 0, sandbox: str | None = None) -> AsyncIterator[dict[str, Any]]:
+        return self._journal.follow(after=after, sandbox=sandbox)
+
+    async def sweep(self) -> list[str]:
+        swept: list[str] = []
+        await self._placement.choose("process")
+        for driver in self._placement.started:
+            swept += await asyncio.to_thread(driver.sweep, set())
+        lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
+        return swept + [info.id for info in lost]
+
+    @property
+    def live(self) -> int:
+        return len(self._sandboxes)
+
+    @property
+    def _actor(self) -> str:
+        return f"uid:{os.getuid()}"
+
+    @property
+    def _directory(self) -> str:
+        return self.settings.home
+
+    async def aclose(self) -> None:
+        """End every sandbox of this engine and let go of everything. Twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._reaper.close()
+        await asyncio.gather(*(self._end(s, "engine_stopped", "its engine stopped") for s in list(self._sandboxes.values())))
+        await self._warm.close()
+        await self._placement.close()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._journal.flush()
+        self._store.close()
+
+
+def spec_from(data: dict[str, Any]) -> model.SandboxSpec:
+    """A spec from plain data; an unknown or ill-typed field is an error that names it."""
+    try:
+        return msgspec.convert(data, model.SandboxSpec)
+    except msgspec.ValidationError as problem:
+        code = "field_unknown" if "unknown field" in str(problem) else "argument_invalid"
+        raise errors.error(code, f"the sandbox cannot be described so: {problem}") from None

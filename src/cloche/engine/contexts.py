@@ -1,0 +1,300 @@
+"""Code contexts: a template's interpreter that keeps its state between runs.
+
+A context is an execution whose descriptor 3 is a socket to the engine and whose bootstrap comes by descriptor 4
+(guest/interpreter.py, guest/shells.py say what is spoken). Results arrive as frames on the socket, printed text on the
+pipes; a frame is sent after the text before it was flushed, so when `done` arrives the pipes hold all of the run's text.
+What comes out of a context is an attacker's: frames are bounded and decoded by a schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from cloche import errors, interfaces, model
+from cloche.guest import interpreter, shells
+
+_CHUNK = 256 * 1024
+_MAX_OUTPUT = 16 * 1024 * 1024
+_READY_TIMEOUT_S = 30.0
+LANGUAGES = {"python": "python", "python3": "python", "py": "python", "bash": "bash", "sh": "bash", "shell": "bash"}
+
+
+class Frame(msgspec.Struct):
+    op: str
+    id: str | None = None
+    pid: int = 0
+    version: str = ""
+    main: bool = False
+    data: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    name: str = ""
+    value: str = ""
+    traceback: str = ""
+    count: int = 0
+    code: str = ""
+
+
+_decode = msgspec.json.Decoder(Frame).decode
+
+
+class Run:
+    """One piece of code under way."""
+
+    def __init__(self, run_id: str) -> None:
+        self.id = run_id
+        self.results: list[dict[str, Any]] = []
+        self.error: model.CodeError | None = None
+        self.count = 0
+        self.status: int | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Context:
+    def __init__(self, context_id: str, language: str, machine: interfaces.Machine, *, cwd: str | None, env: dict[str, str]) -> None:
+        if language not in LANGUAGES:
+            raise errors.error("language_unknown", f"there are no contexts for {language!r}", hint="use 'python' or 'bash'")
+        self.id = context_id
+        self.language = LANGUAGES[language]
+        self.cwd = cwd or "/workspace"
+        self.pid = 0
+        self._env = env
+        self._machine = machine
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray()
+        self._pipes: dict[int, bytearray] = {}
+        self._run: Run | None = None
+        self._lock = asyncio.Lock()
+        self._ready: asyncio.Future[None] | None = None
+        self._runs = 0
+
+    def info(self) -> model.ContextInfo:
+        return model.ContextInfo(id=self.id, language=self.language, cwd=self.cwd, pid=self.pid)
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        out_read, out_write = os.pipe2(os.O_CLOEXEC)
+        err_read, err_write = os.pipe2(os.O_CLOEXEC)
+        inside = [null, out_write, err_write, there.fileno()]
+        source = interpreter.open_source() if self.language == "python" else -1
+        try:
+            command = interpreter.command() if self.language == "python" else shells.command()
+            fds = [*inside, source] if source >= 0 else inside
+            child = await self._machine.start(interfaces.Start(command, self._env, self.cwd, "user", fds))
+        except BaseException:
+            here.close()
+            os.close(out_read)
+            os.close(err_read)
+            raise
+        finally:
+            there.close()
+            for fd in (null, out_write, err_write, source):
+                if fd >= 0:
+                    os.close(fd)
+        self.pid = child.pid
+        self._adopt(here, out_read, err_read)
+        child.exited.add_done_callback(lambda _: self._lost())
+        if self.language == "python":
+            await self._wait_ready()
+
+    def _adopt(self, channel: socket.socket, out_read: int, err_read: int) -> None:
+        channel.setblocking(False)
+        self._socket = channel
+        self._ready = self._loop.create_future()
+        self._loop.add_reader(channel.fileno(), self._readable)
+        self._pipes = {out_read: bytearray(), err_read: bytearray()}
+        for fd in self._pipes:
+            os.set_blocking(fd, False)
+            self._loop.add_reader(fd, self._drain, fd)
+
+    async def _wait_ready(self) -> None:
+        assert self._ready is not None
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ready), _READY_TIMEOUT_S)
+        except TimeoutError:
+            self.close()
+            raise errors.error("context_lost", "the interpreter did not start", hint="is there a python3 in the template?") from None
+
+    def _lost(self) -> None:
+        if self._socket is None:
+            return
+        said = b"".join(bytes(b) for b in self._texts())[-2000:].decode("utf-8", "replace").strip()
+        self._drop()
+        text = "the context's interpreter ended" + (f": {said}" if said else "")
+        lost = errors.error("context_lost", text, hint="restart the context; its variables are gone")
+        for future in (self._ready, self._run.done if self._run else None):
+            if future is not None and not future.done():
+                future.set_exception(lost)
+                future.exception()
+
+    def _texts(self) -> list[bytearray]:
+        for fd in list(self._pipes):
+            self._drain(fd)
+        return list(self._pipes.values())
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        for fd in self._pipes:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+        self._pipes = {}
+
+    def close(self) -> None:
+        self._drop()
+
+    async def kill(self) -> None:
+        self._drop()
+        with suppress(errors.ClocheError):
+            await self._machine.signal(self.pid, signal.SIGKILL, scope="tree")
+
+    async def restart(self) -> None:
+        if self._run is not None and not self._run.done.done():
+            self._run.done.set_exception(errors.error("context_lost", "the context was restarted"))
+        await self.kill()
+        self._buffer.clear()
+        await self.start()
+
+    async def interrupt(self) -> None:
+        if self._run is not None:
+            await self._machine.signal(self.pid, signal.SIGINT, scope="group")
+
+    # ── a run ───────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None) -> model.CodeResult:
+        """Run code and wait. Runs of one context queue up; the user's error is part of the result."""
+        async with self._lock:
+            if self._socket is None:
+                raise errors.error("context_lost", "the context has ended", hint="restart it, or create another")
+            self._runs += 1
+            self._run = Run(str(self._runs))
+            self._texts()
+            for text in self._pipes.values():
+                text.clear()  # what threads printed between runs belongs to none
+            try:
+                await self._send_code(code, env)
+                return await self._await_done(self._run, timeout_s)
+            finally:
+                self._run = None
+
+    async def _send_code(self, code: str, env: dict[str, str] | None) -> None:
+        assert self._socket is not None and self._run is not None
+        if self.language == "python":
+            body = msgspec.json.encode({"op": "run", "id": self._run.id, "code": code, "env": env or None, "cwd": None, "name": None})
+            message = struct.pack(">I", len(body)) + body
+        else:
+            if "\0" in code:
+                raise errors.error("argument_invalid", "the code contains a NUL byte")
+            prefix = "".join(f"export {key}={_quoted(value)}\n" for key, value in (env or {}).items())
+            message = (prefix + code).encode() + b"\0"
+        await self._loop.sock_sendall(self._socket, message)
+
+    async def _await_done(self, run: Run, timeout_s: float | None) -> model.CodeResult:
+        try:
+            await asyncio.wait_for(asyncio.shield(run.done), timeout_s)
+        except TimeoutError:
+            with suppress(errors.ClocheError):
+                await self._machine.signal(self.pid, signal.SIGINT, scope="group")
+            try:
+                await asyncio.wait_for(asyncio.shield(run.done), 2)
+            except TimeoutError:
+                await self.restart()  # deaf to SIGINT: the context's state is lost, the sandbox is not
+            run.error = model.CodeError(name="TimeoutError", value=f"the code ran longer than {timeout_s:g} s", traceback="")
+        texts = [bytes(text[:_MAX_OUTPUT]).decode("utf-8", "replace") for text in self._texts()] or ["", ""]
+        return model.CodeResult(
+            results=tuple(run.results), stdout=texts[0], stderr=texts[1], error=run.error, execution_count=run.count,
+            exit_code=run.status,
+        )  # fmt: skip
+
+    # ── what comes back ─────────────────────────────────────────────────────────────────────────
+
+    def _drain(self, fd: int) -> None:
+        text = self._pipes[fd]
+        while True:
+            try:
+                data = os.read(fd, _CHUNK)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._loop.remove_reader(fd)
+                return
+            if len(text) < _MAX_OUTPUT:
+                text += data
+
+    def _readable(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost()
+            return
+        self._buffer += data
+        if self.language == "bash":
+            self._take_statuses()
+        else:
+            self._take_frames()
+
+    def _take_statuses(self) -> None:
+        while b"\0" in self._buffer:
+            status, _, rest = bytes(self._buffer).partition(b"\0")
+            self._buffer = bytearray(rest)
+            if self._run is not None and not self._run.done.done():
+                self._run.status = int(status) if status.isdigit() else 1
+                self._run.count = self._runs
+                self._run.done.set_result(None)
+
+    def _take_frames(self) -> None:
+        while len(self._buffer) >= 4:
+            (length,) = struct.unpack_from(">I", self._buffer)
+            if length > interpreter.MAX_FRAME:
+                self._lost()
+                return
+            if len(self._buffer) < 4 + length:
+                return
+            body = bytes(self._buffer[4 : 4 + length])
+            del self._buffer[: 4 + length]
+            try:
+                frame = _decode(body)
+            except msgspec.MsgspecError:
+                self._lost()
+                return
+            self._dispatch(frame)
+
+    def _dispatch(self, frame: Frame) -> None:
+        if frame.op == "ready":
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_result(None)
+            return
+        run = self._run
+        if run is None or frame.id != run.id or run.done.done():
+            return
+        if frame.op == "result" and len(run.results) < 1000:
+            run.results.append({**frame.data, "main": frame.main, **({"extra": frame.extra} if frame.extra else {})})
+        elif frame.op == "error":
+            run.error = model.CodeError(name=frame.name, value=frame.value, traceback=frame.traceback)
+        elif frame.op == "done":
+            run.count = frame.count
+            run.done.set_result(None)
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("'", "'\\''") + "'"

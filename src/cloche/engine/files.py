@@ -1,0 +1,255 @@
+"""Files of a sandbox: the guest opens, as the user, and passes the descriptor; the engine does the I/O.
+
+Whole files are written beside their place and moved into it, so a reader sees the old or the new, never half. Trees
+travel as tar streams. A path is checked before it is sent; `..` is refused, relative ones mean the working directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import secrets
+import stat
+import tarfile
+from collections.abc import AsyncIterator
+from typing import Any
+
+from cloche import errors, interfaces, model
+
+MAX_READ = 256 * 1024 * 1024
+MAX_TREE = 1 << 30
+_CHUNK = 1 << 20
+_INLINE = 1 << 20  # bytes that are moved without leaving the event loop
+_USERS = {0: "root", 1000: "user"}
+
+
+async def read(machine: interfaces.Machine, path: str, *, user: str = "user", limit: int = MAX_READ) -> bytes:
+    fd = await machine.open_file(model.check_path(path), os.O_RDONLY, user=user)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise errors.error(
+                "file_too_large", f"{path} has {size} bytes; at most {limit} are read at once",
+                hint='read it with format="stream"',
+            )  # fmt: skip
+        if size <= _INLINE:
+            return _read_all(fd, limit)
+        return await asyncio.to_thread(_read_all, fd, limit)
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, limit: int) -> bytes:
+    """To the end, not to `st_size`: /proc files say 0, and a file may grow."""
+    pieces: list[bytes] = []
+    left = limit
+    while left > 0 and (data := os.read(fd, min(left, _CHUNK))):
+        pieces.append(data)
+        left -= len(data)
+    return b"".join(pieces)
+
+
+async def read_stream(machine: interfaces.Machine, path: str, *, user: str = "user") -> AsyncIterator[bytes]:
+    fd = await machine.open_file(model.check_path(path), os.O_RDONLY, user=user)
+    try:
+        while data := await asyncio.to_thread(os.read, fd, _CHUNK):
+            yield data
+    finally:
+        os.close(fd)
+
+
+async def write(
+    machine: interfaces.Machine, path: str, data: bytes, *, user: str = "user", mode: int | None = None
+) -> model.FileInfo:
+    """Replace `path` by `data`, atomically, making missing directories. A symlink is written through."""
+    model.check_path(path)
+    old = await _existing(machine, path, user)
+    if old is not None and stat.S_ISLNK(old.mode):
+        return await _write_through(machine, path, data, user)
+    if old is not None and not stat.S_ISREG(old.mode):
+        code = "is_directory" if stat.S_ISDIR(old.mode) else "not_regular_file"
+        raise errors.error(code, f"{path} is not a regular file and is not replaced", hint="remove it first")
+    wanted = mode if mode is not None else (stat.S_IMODE(old.mode) if old is not None else 0o644)
+    directory, _, name = path.rpartition("/")
+    draft = f"{directory}/" if directory or path.startswith("/") else ""
+    draft += f".{name[:100]}.{secrets.token_hex(6)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    fd = await machine.open_file(draft, flags, mode=wanted, user=user, parents=old is None)
+    try:
+        await _fill(fd, data, path)
+        info = os.fstat(fd)
+        await machine.file_act("move", draft, target=path, user=user)
+    except BaseException:
+        await _discard(machine, draft, user)
+        raise
+    finally:
+        os.close(fd)
+    return _info_of_fd(path, info, user)
+
+
+async def _existing(machine: interfaces.Machine, path: str, user: str) -> Any:
+    try:
+        return (await machine.file_act("stat", path, user=user)).entry
+    except errors.NotFound:
+        return None
+
+
+async def _write_through(machine: interfaces.Machine, path: str, data: bytes, user: str) -> model.FileInfo:
+    fd = await machine.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, user=user)
+    try:
+        await _fill(fd, data, path)
+        return _info_of_fd(path, os.fstat(fd), user)
+    finally:
+        os.close(fd)
+
+
+async def _fill(fd: int, data: bytes, path: str) -> None:
+    try:
+        if len(data) <= _INLINE:
+            _write_all(fd, data)
+        else:
+            await asyncio.to_thread(_write_all, fd, data)
+    except OSError as problem:
+        code = "sandbox_disk_full" if problem.errno in (28, 122) else "permission_denied"
+        raise errors.error(
+            code, f"{path} was not written: {problem.strerror}", hint="remove files, or ask for a larger disk_mib"
+        ) from None
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+async def _discard(machine: interfaces.Machine, path: str, user: str) -> None:
+    try:
+        await machine.file_act("remove", path, user=user)
+    except errors.ClocheError:
+        pass  # the sandbox is gone, and the draft with it
+
+
+async def stat_path(machine: interfaces.Machine, path: str, *, user: str = "user", follow: bool = False) -> model.FileInfo:
+    frame = await machine.file_act("stat", model.check_path(path), user=user, follow=follow)
+    return _info(path.rstrip("/") or "/", frame.entry)
+
+
+async def list_dir(machine: interfaces.Machine, path: str, *, user: str = "user", depth: int = 1) -> list[model.FileInfo]:
+    model.check_path(path)
+    if depth < 1:
+        raise errors.error("limit_invalid", f"depth is {depth}; it must be at least 1")
+    found: list[model.FileInfo] = []
+    base = path.rstrip("/")
+    after = ""
+    while True:
+        frame = await machine.file_act("list", path, user=user, after=after)
+        found += [_info(f"{base}/{e.name}" if base not in ("", ".") or path.startswith("/") else e.name, e) for e in frame.entries]
+        if not frame.more:
+            break
+        after = frame.last
+    if depth > 1:
+        for directory in [f for f in found if f.type == "directory"]:
+            found += await list_dir(machine, directory.path, user=user, depth=depth - 1)
+    return found
+
+
+async def move(machine: interfaces.Machine, source: str, target: str, *, user: str = "user", overwrite: bool = True) -> None:
+    model.check_path(target)
+    await machine.file_act("move", model.check_path(source), target=target, user=user, overwrite=overwrite, parents=True)
+
+
+async def remove(machine: interfaces.Machine, path: str, *, user: str = "user", recursive: bool = False) -> None:
+    await machine.file_act("remove", model.check_path(path), user=user, recursive=recursive)
+
+
+async def make_dir(machine: interfaces.Machine, path: str, *, user: str = "user") -> bool:
+    """Make a directory and what is missing above it; False if it was there."""
+    return bool((await machine.file_act("make_dir", model.check_path(path), user=user)).made)
+
+
+async def download_tree(machine: interfaces.Machine, path: str, *, user: str = "user") -> bytes:
+    """A directory (or file) as a tar. Regular files, directories and symlinks; names are relative to `path`."""
+    top = await stat_path(machine, path, user=user)
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        if top.type != "directory":
+            await _add(machine, archive, top, top.name or "file", user, buffer)
+        else:
+            await _add_below(machine, archive, top.path, "", user, buffer)
+    return buffer.getvalue()
+
+
+async def _add_below(
+    machine: interfaces.Machine, archive: tarfile.TarFile, path: str, prefix: str, user: str, buffer: io.BytesIO
+) -> None:
+    for entry in await list_dir(machine, path, user=user):
+        await _add(machine, archive, entry, prefix + entry.name, user, buffer)
+        if entry.type == "directory":
+            await _add_below(machine, archive, entry.path, prefix + entry.name + "/", user, buffer)
+
+
+async def _add(
+    machine: interfaces.Machine, archive: tarfile.TarFile, entry: model.FileInfo, name: str, user: str, buffer: io.BytesIO
+) -> None:
+    item = tarfile.TarInfo(name)
+    item.mode, item.mtime = stat.S_IMODE(entry.mode), int(entry.modified_at)
+    data = b""
+    if entry.type == "directory":
+        item.type = tarfile.DIRTYPE
+    elif entry.type == "symlink":
+        item.type, item.linkname = tarfile.SYMTYPE, entry.target or ""
+    elif entry.type == "file":
+        data = await read(machine, entry.path, user=user)
+        item.size = len(data)
+    else:
+        return  # sockets, FIFOs and devices stay where they are
+    if buffer.tell() + item.size > MAX_TREE:
+        raise errors.error("file_too_large", "the tree exceeds 1 GiB", hint="download its parts")
+    archive.addfile(item, io.BytesIO(data))
+
+
+async def upload_tree(machine: interfaces.Machine, path: str, archive: bytes, *, user: str = "user") -> int:
+    """Unpack a tar below `path`; the number of files. Names that lead out, devices and hard links are refused first."""
+    model.check_path(path)
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:*") as source:
+        members = source.getmembers()
+        for member in members:
+            _check_member(member)
+        await make_dir(machine, path, user=user)
+        count = 0
+        for member in members:
+            target = f"{path.rstrip('/')}/{member.name}".rstrip("/")
+            if member.isdir():
+                await make_dir(machine, target, user=user)
+            elif member.issym():
+                await machine.file_act("symlink", target, target=member.linkname, user=user, parents=True)
+            else:
+                file = source.extractfile(member)
+                await write(machine, target, file.read() if file else b"", user=user, mode=member.mode & 0o777)
+                count += 1
+    return count
+
+
+def _check_member(member: tarfile.TarInfo) -> None:
+    parts = member.name.split("/")
+    if member.name.startswith("/") or ".." in parts:
+        raise errors.error("path_invalid", f"the archive's {member.name!r} leads out of the target")
+    if not (member.isreg() or member.isdir() or member.issym()):
+        raise errors.error("not_regular_file", f"the archive's {member.name!r} is a device, FIFO or hard link")
+
+
+def _info(path: str, entry: Any) -> model.FileInfo:
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
+    return model.FileInfo(
+        name=entry.name, path=path, type=kinds.get(stat.S_IFMT(entry.mode), "other"), size=entry.size,  # type: ignore[arg-type]
+        mode=stat.S_IMODE(entry.mode), owner=_USERS.get(entry.uid, str(entry.uid)),
+        group=_USERS.get(entry.gid, str(entry.gid)), modified_at=entry.mtime, target=entry.target,
+    )  # fmt: skip
+
+
+def _info_of_fd(path: str, info: os.stat_result, user: str) -> model.FileInfo:
+    return model.FileInfo(
+        name=path.rpartition("/")[2], path=path, type="file", size=info.st_size, mode=stat.S_IMODE(info.st_mode),
+        owner=user, group=user, modified_at=info.st_mtime,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""What a command wrote: counted in full, kept at both ends, readable by cursor.
+
+Each stream keeps its head and its tail for the result. Beside that the whole of both streams is a *log*: frames with
+one sequence in order of arrival, in memory while it is small, in an unnamed file when it grows, and cut (with a count)
+past a limit. A follower reads frames from a cursor and waits for more; many may follow one log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from cloche import model
+
+_IN_MEMORY = 256 * 1024
+
+
+class HeadAndTail:
+    """The first and last bytes of a stream of any length."""
+
+    def __init__(self, limit: int) -> None:
+        self._half = max(1, limit // 2)
+        self._head = bytearray()
+        self._tail: deque[bytes] = deque()
+        self._tail_size = 0
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self._half - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data:
+            self._tail.append(data)
+            self._tail_size += len(data)
+            while self._tail_size - len(self._tail[0]) >= self._half:
+                self._tail_size -= len(self._tail.popleft())
+
+    @property
+    def truncated(self) -> bool:
+        return self.total > len(self._head) + min(self._tail_size, self._half)
+
+    def bytes(self) -> bytes:
+        tail = b"".join(self._tail)[-self._half :] if self._tail else b""
+        if not self.truncated:
+            return bytes(self._head) + tail
+        missing = self.total - len(self._head) - len(tail)
+        return bytes(self._head) + b"\n[... %d bytes not kept ...]\n" % missing + tail
+
+
+class Frame(NamedTuple):
+    stream: model.StreamName
+    offset: int
+    length: int
+    kept: bool
+
+
+class Log:
+    """All that was written, as frames."""
+
+    def __init__(self, *, keep: int, spool_limit: int, directory: str) -> None:
+        self.stdout, self.stderr = HeadAndTail(keep), HeadAndTail(keep)
+        self._frames: list[Frame | model.Denied] = []
+        self._memory = bytearray()
+        self._file = -1
+        self._size = 0
+        self._spool_limit = spool_limit
+        self._directory = directory
+        self._changed = asyncio.Event()
+        self.exited: model.Exited | None = None
+
+    @property
+    def next_seq(self) -> int:
+        return len(self._frames)
+
+    def add(self, stream: model.StreamName, data: bytes) -> None:
+        (self.stdout if stream == "stdout" else self.stderr).add(data)
+        kept = self._size + len(data) <= self._spool_limit and self._write(data)
+        self._frames.append(Frame(stream, self._size, len(data), kept))
+        if kept:
+            self._size += len(data)
+        self._wake()
+
+    def deny(self, denial: model.Denial) -> None:
+        self._frames.append(model.Denied(denial=denial, seq=self.next_seq))
+        self._wake()
+
+    def finish(self, result: model.ExecResult) -> None:
+        self.exited = model.Exited(result=result, seq=self.next_seq)
+        self._wake()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _write(self, data: bytes) -> bool:
+        if self._file < 0 and self._size + len(data) <= _IN_MEMORY:
+            self._memory += data
+            return True
+        try:
+            if self._file < 0:
+                self._spill()
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError:
+            return False  # a full disk of ours must not fail the user's command: it is told as truncated
+        return True
+
+    def _spill(self) -> None:
+        # Unnamed: if this process is killed, nothing is left.
+        self._file = os.open(self._directory or tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        view = memoryview(bytes(self._memory))
+        while view:
+            view = view[os.write(self._file, view) :]
+        self._memory = bytearray()
+
+    def _read(self, frame: Frame) -> bytes:
+        if self._file >= 0:
+            return os.pread(self._file, frame.length, frame.offset)
+        return bytes(self._memory[frame.offset : frame.offset + frame.length])
+
+    def event(self, seq: int) -> model.StreamEvent:
+        frame = self._frames[seq]
+        if isinstance(frame, model.Denied):
+            return frame
+        if not frame.kept:
+            return model.Truncated(stream=frame.stream, skipped=frame.length, seq=seq)
+        return model.Output(stream=frame.stream, data=self._read(frame), seq=seq)
+
+    async def follow(self, after: int = 0, *, wait: bool = True) -> AsyncIterator[model.StreamEvent]:
+        """Events from cursor `after` on; ends with `Exited`, or (without `wait`) with what there is."""
+        cursor = max(0, after)
+        while True:
+            changed = self._changed
+            while cursor < len(self._frames):
+                yield self.event(cursor)
+                cursor += 1
+            if self.exited is not None:
+                yield self.exited
+                return
+            if not wait:
+                return
+            await changed.wait()

@@ -1,0 +1,145 @@
+"""What happens by itself: endings by time and idleness, watched memory, and a warm sandbox kept for the next caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import msgspec
+
+from cloche import errors, interfaces, model, policy
+from cloche.engine import sandboxes
+from cloche.lifecycle import expiry
+
+_LONGEST_S = 3600.0
+_WATCH_S = 0.5  # how often a watched memory limit is looked at
+
+
+class Reaper:
+    """One timer for all sandboxes. `sweep_once` is one turn of the loop."""
+
+    def __init__(
+        self, clock: interfaces.Clock, listing: Callable[[], list[sandboxes.Sandbox]],
+        expire: Callable[[sandboxes.Sandbox, str], None],
+    ) -> None:  # fmt: skip
+        self._clock = clock
+        self._listing = listing
+        self._expire = expire
+        self._timer: asyncio.TimerHandle | None = None
+        self._at = float("inf")
+        self._closed = False
+
+    def look_again(self) -> None:
+        """Something changed that may bring an ending nearer."""
+        if self._closed:
+            return
+        now = self._clock.monotonic()
+        deadline = expiry.next_deadline(s.life for s in self._listing())
+        at = min(deadline if deadline is not None else now + _LONGEST_S, now + _LONGEST_S)
+        if any(_watched(s) for s in self._listing()):
+            at = min(at, now + _WATCH_S)
+        if self._timer is not None and self._at <= at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._at = at
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, at - now), self._turn)
+
+    def _turn(self) -> None:
+        self._timer, self._at = None, float("inf")
+        self.sweep_once()
+        self.look_again()
+
+    def sweep_once(self) -> None:
+        now = self._clock.monotonic()
+        for sandbox in self._listing():
+            end = expiry.due(sandbox.life, now)
+            if end is not None:
+                self._expire(sandbox, end.reason)
+            elif _watched(sandbox):
+                _check_memory(sandbox)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _watched(sandbox: sandboxes.Sandbox) -> bool:
+    limit = sandbox.machine.limits.get("memory_mib")
+    return limit is not None and limit.enforcement == "watched" and sandbox.life.running > 0
+
+
+def _check_memory(sandbox: sandboxes.Sandbox) -> None:
+    """Where no cgroup holds the limit, whoever is found over it is ended."""
+    if sandbox.machine.usage().memory_mib > sandbox.machine.limits["memory_mib"].value:
+        for running in [e for e in sandbox.executions.values() if e.running]:
+            running.kill_for_memory()
+
+
+class Warm:
+    """Sandboxes of the last-used shape, made before they are asked for. Each serves one caller, once."""
+
+    def __init__(
+        self, make: Callable[[model.SandboxSpec, policy.Policy], Awaitable[interfaces.Machine]], count: int
+    ) -> None:
+        self._make = make
+        self._count = count
+        self._shape: bytes = b""
+        self._ready: list[interfaces.Machine] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def take(self, spec: model.SandboxSpec) -> interfaces.Machine | None:
+        if _shape(spec) != self._shape:
+            return None
+        while self._ready:
+            machine = self._ready.pop(0)
+            if machine.ended.done():
+                continue
+            if spec.env:
+                await machine.set_environment(spec.env)
+            return machine
+        return None
+
+    def replenish(self, spec: model.SandboxSpec, rules: policy.Policy) -> None:
+        if self._count <= 0 or spec.workspace is not None:
+            return
+        stale = self._ready if _shape(spec) != self._shape else []
+        self._shape = _shape(spec)
+        self._ready = [m for m in self._ready if m not in stale]
+        if self._task is None or self._task.done():
+            bare = msgspec.structs.replace(spec, name=None, env={}, labels={}, stay=False)
+            self._task = asyncio.get_running_loop().create_task(self._fill(bare, rules, stale), name="warm")
+
+    async def _fill(self, spec: model.SandboxSpec, rules: policy.Policy, stale: list[interfaces.Machine]) -> None:
+        for machine in stale:
+            await machine.kill("another shape is wanted")
+        with suppress(errors.ClocheError):
+            while len(self._ready) < self._count:
+                self._ready.append(await self._make(spec, rules))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        for machine in self._ready:
+            await machine.kill("the engine closed")
+        self._ready = []
+
+
+def _shape(spec: model.SandboxSpec) -> bytes:
+    """What must be equal for one sandbox to stand in for another; the rest is bound when it is taken."""
+    late = {"name": None, "env": {}, "labels": {}, "stay": False, "timeout_s": None, "idle_timeout_s": None}
+    return msgspec.json.encode(msgspec.structs.replace(spec, **late))
+
+
+def owner_lives(owner: str) -> bool:
+    """Whether the engine `pid:starttime` still runs. A pid that was given to another process does not count."""
+    pid, _, started = owner.partition(":")
+    try:
+        with open(f"/proc/{int(pid)}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[19] == started.encode()
+    except (OSError, ValueError, IndexError):
+        return False

@@ -1,0 +1,159 @@
+"""One live sandbox of this engine: its machine, its executions and contexts, and when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+from cloche import errors, interfaces, model, policy, settings
+from cloche.engine import contexts, execution
+from cloche.lifecycle import expiry
+
+_MOST_FINISHED = 200  # executions remembered after their end
+
+
+class Sandbox:
+    def __init__(
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, machine: interfaces.Machine,
+        limits: settings.Limits, directory: str, clock: interfaces.Clock,
+    ) -> None:  # fmt: skip
+        self.id = sandbox_id
+        self.spec = spec
+        self.rules = rules
+        self.machine = machine
+        self.created_at = clock.time()
+        self.executions: OrderedDict[str, execution.Execution] = OrderedDict()
+        self.contexts: dict[str, contexts.Context] = {}
+        self.default_contexts: dict[str, str] = {}
+        self.phase: model.Phase = "running"
+        self.reason: str | None = None
+        self.count = 0
+        self._limits = limits
+        self._directory = directory
+        self._clock = clock
+        self._life = expiry.Life(
+            since=clock.monotonic(), timeout_s=spec.timeout_s, idle_timeout_s=spec.idle_timeout_s
+        )
+        machine.on_denial = self._denied
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────────
+
+    def touch(self) -> None:
+        self._life = self._life._replace(last_used_at=self._clock.monotonic())
+
+    @property
+    def life(self) -> expiry.Life:
+        running = sum(1 for e in self.executions.values() if e.running)
+        return self._life._replace(running=running, paused=self.phase == "paused")
+
+    def extend(self, timeout_s: float | None) -> None:
+        model.check_seconds("timeout_s", timeout_s)
+        self._life = expiry.extend(self._life, self._clock.monotonic(), timeout_s)
+
+    @property
+    def expires_at(self) -> float | None:
+        if self._life.timeout_s is None:
+            return None
+        return self._clock.time() + (self._life.since + self._life.timeout_s - self._clock.monotonic())
+
+    def info(self, *, server: str, owner: str) -> model.SandboxInfo:
+        machine = self.machine
+        return model.SandboxInfo(
+            id=self.id, name=self.spec.name, phase=self.phase, template=self.spec.template, profile=self.spec.profile,
+            created_at=self.created_at, expires_at=self.expires_at, idle_timeout_s=self.spec.idle_timeout_s,
+            isolation=machine.isolation, limits=machine.limits, server=server, owner=owner, labels=self.spec.labels,
+            shown=machine.shown, warnings=machine.warnings, executions=self.count, reason=self.reason,
+        )  # fmt: skip
+
+    # ── executions ──────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, request: model.ExecRequest) -> execution.Execution:
+        request.check()
+        if request.user == "root" and not self.rules.root_user:
+            raise errors.error(
+                "user_refused", f"the profile {self.spec.profile!r} does not allow user='root'",
+                hint="use profile='moderate'",
+            )  # fmt: skip
+        await self.wake()
+        made = execution.Execution(model.new_id(), request, self.machine, self._limits, self._directory, self.touch)
+        self._forget_finished()
+        self.executions[made.id] = made
+        self.touch()
+        try:
+            await made.start()
+        except BaseException:
+            del self.executions[made.id]
+            raise
+        self.count += 1
+        return made
+
+    def execution(self, execution_id: str) -> execution.Execution:
+        try:
+            return self.executions[execution_id]
+        except KeyError:
+            raise errors.error(
+                "execution_not_found", f"sandbox {self.id} has no execution {execution_id!r}",
+                hint="list them; finished ones are kept for a while only",
+            ) from None  # fmt: skip
+
+    def _forget_finished(self) -> None:
+        finished = [e for e in self.executions.values() if not e.running]
+        for old in finished[: max(0, len(finished) - _MOST_FINISHED)]:
+            old.close()
+            del self.executions[old.id]
+        horizon = time.time() - self._limits.log_linger_s
+        for old in finished:
+            if old.id in self.executions and old.started_at < horizon:
+                old.close()
+                del self.executions[old.id]
+
+    def _denied(self, leader: int, denial: model.Denial) -> None:
+        running = [e for e in self.executions.values() if e.running]
+        owners = [e for e in running if e.pid == leader] or (running if len(running) == 1 else [])
+        for owner in owners:
+            owner.denied(denial)
+
+    # ── contexts ────────────────────────────────────────────────────────────────────────────────
+
+    async def create_context(self, language: str, cwd: str | None) -> contexts.Context:
+        await self.wake()
+        if cwd is not None:
+            model.check_path(cwd)
+        made = contexts.Context(model.new_id(), language, self.machine, cwd=cwd, env={})
+        await made.start()
+        self.contexts[made.id] = made
+        self.touch()
+        return made
+
+    async def context(self, context_id: str | None, language: str) -> contexts.Context:
+        """The context asked for, or the language's default one, made on first use."""
+        if context_id is not None:
+            if context_id not in self.contexts:
+                raise errors.error("context_not_found", f"sandbox {self.id} has no context {context_id!r}")
+            return self.contexts[context_id]
+        default = self.default_contexts.get(contexts.LANGUAGES.get(language, language))
+        if default is not None and default in self.contexts:
+            return self.contexts[default]
+        made = await self.create_context(language, None)
+        self.default_contexts[made.language] = made.id
+        return made
+
+    # ── pausing ─────────────────────────────────────────────────────────────────────────────────
+
+    async def pause(self) -> None:
+        if self.phase == "running":
+            await self.machine.pause()
+            self.phase = "paused"
+
+    async def wake(self) -> None:
+        """Whatever needs the sandbox wakes it."""
+        if self.phase == "paused":
+            await self.machine.resume()
+            self.phase = "running"
+            self.touch()
+
+    def close(self) -> None:
+        for made in self.executions.values():
+            made.close()
+        for context in self.contexts.values():
+            context.close()

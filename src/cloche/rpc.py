@@ -1,0 +1,84 @@
+"""`interfaces.Backend` as messages: one table, made from the interface, read by both ends.
+
+A method's parameters become a struct and its return type a decoder, so that a new method of the interface is on the wire
+the moment it is declared, and both sides check types by the same declaration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import AsyncIterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cloche import errors, interfaces, model
+
+LOCAL_ONLY = ("aclose",)
+
+
+class Method(NamedTuple):
+    name: str
+    parameters: type[msgspec.Struct]
+    result: Any
+    streams: bool
+
+
+@cache
+def methods() -> dict[str, Method]:
+    return {
+        name: _describe(name, function)
+        for name, function in inspect.getmembers(interfaces.Backend, inspect.isfunction)
+        if not name.startswith("_") and name not in LOCAL_ONLY
+    }
+
+
+def _describe(name: str, function: Any) -> Method:
+    # The annotations are written inside a class that has a method named `list`: resolve them with the built-in.
+    hints = typing.get_type_hints(function, vars(interfaces), {"list": list})
+    result = hints.pop("return")
+    streams = typing.get_origin(result) is AsyncIterator
+    fields: list[Any] = []
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        kind = hints[parameter.name]
+        default = parameter.default
+        fields.append((parameter.name, kind) if default is inspect.Parameter.empty else (parameter.name, kind, default))
+    struct = msgspec.defstruct(f"{name}_arguments", fields, forbid_unknown_fields=True)
+    return Method(name, struct, typing.get_args(result)[0] if streams else result, streams)
+
+
+class Call(msgspec.Struct):
+    method: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+    protocol: int = 0
+
+
+class RunArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """`run`: create, execute attached, delete; or attach to what exists."""
+
+    spec: model.SandboxSpec | None = None
+    request: model.ExecRequest | None = None
+    sandbox: str | None = None
+    execution: str | None = None
+    after: int = 0
+    keep: bool = False
+
+
+def decode_call(body: bytes) -> Call:
+    return _decode(body, Call)
+
+
+def decode_arguments(raw: msgspec.Raw, struct: type[msgspec.Struct]) -> Any:
+    return _decode(bytes(raw), struct)
+
+
+def _decode(body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as problem:
+        code = "field_unknown" if "unknown field" in str(problem) else "argument_invalid"
+        raise errors.error(code, f"the request is not valid: {problem}") from None
+    except msgspec.DecodeError as problem:
+        raise errors.error("argument_invalid", f"the request is not JSON: {problem}") from None

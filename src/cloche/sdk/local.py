@@ -1,0 +1,152 @@
+"""A backend behind the keeper's unix socket: every method of the interface as one call on one connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from cloche import __version__, errors, framing, interfaces, rpc
+
+_CHUNK = 1 << 18
+
+
+async def connect(path: str, *, missing_ok: bool) -> interfaces.Backend | None:
+    """A backend on the server at `path`. With `missing_ok`, None where nobody (of our protocol) answers."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(path)
+    except OSError as problem:
+        if missing_ok:
+            return None
+        raise errors.error(
+            "server_unavailable", f"nothing answers at {path}: {problem.strerror}",
+            hint="start it with `cloche serve`, or unset CLOCHE_URL to run locally",
+        ) from None  # fmt: skip
+    backend = LocalBackend(path, reader, writer)
+    try:
+        await backend.greet()
+    except errors.ClocheError:
+        await backend.aclose()
+        if missing_ok:
+            return None
+        raise
+    return backend
+
+
+class LocalBackend:
+    """Answers `interfaces.Backend` by sending; see `__getattr__`."""
+
+    def __init__(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.where = f"unix:{path}"
+        self.closed = False
+        self._writer = writer
+        self._next = 1
+        self._waiting: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
+        self._task = asyncio.get_running_loop().create_task(self._read(reader), name=f"read {path}")
+
+    async def greet(self) -> None:
+        answer = await self._call("hello", {"version": __version__})
+        found = msgspec.json.decode(answer)
+        if found.get("protocol") != framing.PROTOCOL:
+            raise errors.error(
+                "server_version_mismatch", f"the server speaks protocol {found.get('protocol')}, this client {framing.PROTOCOL}",
+                hint="restart it: `cloche gc --restart`",
+            )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = rpc.methods().get(name)
+        if method is None:
+            raise AttributeError(name)
+
+        def call(*positional: Any, **named: Any) -> Any:
+            arguments = msgspec.to_builtins(method.parameters(*positional, **named))
+            if method.streams:
+                return self._stream(method, arguments)
+            return self._ask(method, arguments)
+
+        return call
+
+    async def _ask(self, method: rpc.Method, arguments: Any) -> Any:
+        body = await self._call(method.name, arguments)
+        return msgspec.json.decode(body, type=method.result) if method.result is not type(None) else None
+
+    async def _call(self, method: str, arguments: Any) -> bytes:
+        channel, queue = self._open(method, arguments)
+        try:
+            await self._writer.drain()
+            _, body = await _answer(queue)
+            return body
+        except asyncio.CancelledError:
+            self._send(framing.CANCEL, channel)
+            raise
+        finally:
+            self._waiting.pop(channel, None)
+
+    async def _stream(self, method: rpc.Method, arguments: Any) -> AsyncIterator[Any]:
+        channel, queue = self._open(method.name, arguments)
+        ended = False
+        try:
+            while True:
+                kind, body = await _answer(queue)
+                if kind == framing.END:
+                    ended = True
+                    return
+                yield msgspec.json.decode(body, type=method.result)
+        except errors.ClocheError:
+            ended = True
+            raise
+        finally:
+            self._waiting.pop(channel, None)
+            if not ended:
+                self._send(framing.CANCEL, channel)
+
+    def _open(self, method: str, arguments: Any) -> tuple[int, asyncio.Queue[tuple[int, bytes]]]:
+        if self.closed:
+            raise errors.error("connection_lost", f"the connection to {self.where} is closed")
+        channel, self._next = self._next, self._next + 1
+        queue: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+        self._waiting[channel] = queue
+        call = {"method": method, "arguments": arguments, "protocol": framing.PROTOCOL}
+        self._send(framing.CALL, channel, msgspec.json.encode(call))
+        return channel, queue
+
+    def _send(self, kind: int, channel: int, body: bytes = b"") -> None:
+        if not self.closed:
+            self._writer.write(framing.pack(kind, channel, body))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        frames = framing.Reader()
+        with suppress(OSError):
+            while data := await reader.read(_CHUNK):
+                for kind, channel, body in frames.feed(data):
+                    if channel in self._waiting:
+                        self._waiting[channel].put_nowait((kind, body))
+        self._end()
+
+    def _end(self) -> None:
+        self.closed = True
+        lost = errors.error("connection_lost", f"the connection to {self.where} ended", hint="its sandboxes are gone; create anew")
+        for queue in self._waiting.values():
+            queue.put_nowait((framing.ERROR, msgspec.json.encode(lost.to_dict())))
+
+    async def aclose(self) -> None:
+        self.closed = True
+        self._task.cancel()
+        self._writer.close()
+        with suppress(OSError, asyncio.CancelledError):
+            await self._writer.wait_closed()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+
+interfaces.Backend.register(LocalBackend)
+
+
+async def _answer(queue: asyncio.Queue[tuple[int, bytes]]) -> tuple[int, bytes]:
+    kind, body = await queue.get()
+    if kind == framing.ERROR:
+        raise errors.from_dict(msgspec.json.decode(body))
+    return kind, body

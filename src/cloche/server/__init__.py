@@ -1,0 +1,1 @@
+"""Our own faces. `keeper` serves the SDK and the thin client on the state directory's unix socket."""
