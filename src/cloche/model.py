@@ -53,7 +53,8 @@ class Resources(Noun, frozen=True, kw_only=True):
         bounds = {"memory_mib": (8, 1 << 24), "cpus": (0.01, 4096), "pids": (4, 1 << 22), "disk_mib": (4, 1 << 24)}
         for field, (low, high) in bounds.items():
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            kinds = (int, float) if field == "cpus" else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
                 raise errors.error(
                     "limit_invalid",
                     f"{field} is {value!r}; it must be a number between {low} and {high}",
@@ -88,6 +89,9 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
         if self.name is not None:
             check_name(self.name)
         check_environment(self.env)
+        for key, value in self.labels.items():
+            if not key or len(key) > 256 or len(value) > 1024 or not (key + value).isprintable():
+                raise errors.error("name_invalid", f"the label {key[:50]!r} is empty, too long or not printable")
         self.resources.check()
         for field in ("timeout_s", "idle_timeout_s"):
             check_seconds(field, getattr(self, field))
@@ -115,20 +119,22 @@ class ExecRequest(Noun, frozen=True, kw_only=True):
         command = self.command
         if not command or command[0] == "":
             raise errors.error("command_empty", "the command is empty", hint="give a shell line or a list of arguments")
-        arguments = [] if isinstance(command, str) else command
+        arguments = [command] if isinstance(command, str) else command
         for index, argument in enumerate(arguments):
             if "\0" in argument:
                 raise errors.error("argument_invalid", f"argument {index} contains a NUL byte")
-            if len(argument.encode("utf-8", "surrogateescape")) >= MAX_ARGUMENT:
+            if byte_length(argument) >= MAX_ARGUMENT and not isinstance(command, str):
                 raise errors.error(
                     "argument_too_long",
                     f"argument {index} is {len(argument)} characters; Linux takes less than 128 KiB for one",
                     hint="write it to a file (box.files.write) or pass it on stdin; a shell line may be longer",
                 )
-        if sum(len(a) + 9 for a in arguments) > MAX_ARGUMENTS:
-            raise errors.error("argument_too_long", "the arguments together exceed 2 MiB", hint="pass them by a file")
-        if isinstance(command, str) and "\0" in command:
-            raise errors.error("argument_invalid", "the shell line contains a NUL byte")
+        if sum(byte_length(a) + 9 for a in arguments) > MAX_ARGUMENTS:
+            raise errors.error("argument_too_long", "the command exceeds 2 MiB", hint="pass it by a file")
+        if self.pty is not None and not all(0 < n < 10_000 for n in self.pty):
+            raise errors.error("limit_invalid", f"a terminal of {self.pty[0]}x{self.pty[1]} is not possible")
+        if self.output_limit is not None and not 0 < self.output_limit <= 1 << 30:
+            raise errors.error("limit_invalid", f"output_limit is {self.output_limit}; it must be 1 to 1 GiB")
         check_environment(self.env)
         for field in ("timeout_s", "background_after_s"):
             check_seconds(field, getattr(self, field))
@@ -152,10 +158,18 @@ def check_environment(environment: dict[str, str]) -> None:
             raise errors.error(
                 "environment_invalid", f"the variable {key!r} has an empty name, '=' in its name, or a NUL byte"
             )
-        if len(key) + len(value) + 2 >= MAX_ARGUMENT:
+        if byte_length(key) + byte_length(value) + 2 >= MAX_ARGUMENT:
             raise errors.error(
                 "argument_too_long", f"the variable {key!r} exceeds 128 KiB", hint="pass it as a file (box.files.write)"
             )
+
+
+def byte_length(text: str) -> int:
+    """How many bytes the kernel will see; what cannot be said in bytes at all is refused."""
+    try:
+        return len(os.fsencode(text))
+    except UnicodeEncodeError:
+        raise errors.error("argument_invalid", f"{text[:50]!r} holds a surrogate that is no byte") from None
 
 
 def check_seconds(field: str, value: float | None) -> None:
@@ -165,7 +179,7 @@ def check_seconds(field: str, value: float | None) -> None:
 
 def check_path(path: str) -> str:
     """A path inside a sandbox. `..` is refused rather than resolved: it is a mistake or an attempt."""
-    if not path or "\0" in path or "\n" in path or len(os.fsencode(path)) > 4096:
+    if not path or "\0" in path or "\n" in path or byte_length(path) > 4096:
         raise errors.error("path_invalid", f"the path {path!r} is empty, too long, or has a NUL or newline in it")
     if ".." in path.split("/"):
         raise errors.error("path_invalid", f"the path {path!r} contains '..'", hint="give the path it leads to")

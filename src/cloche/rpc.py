@@ -36,8 +36,7 @@ def methods() -> dict[str, Method]:
 
 
 def _describe(name: str, function: Any) -> Method:
-    # The annotations are written inside a class that has a method named `list`: resolve them with the built-in.
-    hints = typing.get_type_hints(function, vars(interfaces), {"list": list})
+    hints = typing.get_type_hints(function, vars(interfaces))
     result = hints.pop("return")
     streams = typing.get_origin(result) is AsyncIterator
     fields: list[Any] = []

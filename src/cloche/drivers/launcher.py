@@ -57,7 +57,7 @@ class Launcher:
         poll.register(wake_read, select.POLLIN)
         wire.send(self.link, {"ready": True, "landlock_abi": self.landlock_abi, "pid": os.getpid()})
         while True:
-            idle = len(self.blanks) >= self.wanted or not self.free
+            idle = (len(self.blanks) >= self.wanted or not self.free) and len(self.filters) == len(seccomp.PROFILES)
             ready = [fd for fd, _ in poll.poll(None if idle else 0)]
             if self.link.fileno() in ready and not self.serve_one():
                 return
@@ -65,7 +65,15 @@ class Launcher:
                 os.read(wake_read, 4096)
                 self.reap()
             if not ready and not idle:
-                self.blanks.append(self.make_blank())
+                self.prepare_something()
+
+    def prepare_something(self) -> None:
+        """One thing that the next sandbox will need, while nothing is asked."""
+        for profile in seccomp.PROFILES:
+            if profile not in self.filters:
+                self.filter_of(profile)
+                return
+        self.blanks.append(self.make_blank())
 
     def serve_one(self) -> bool:
         received = wire.receive(self.link)
@@ -87,6 +95,7 @@ class Launcher:
 
     def prepare(self, message: "dict[str, object]", fds: "list[int]") -> None:
         """Fork an embryo: a sandbox that has its namespaces and its cgroup, and waits on its link to be told the rest."""
+        self.filter_of("moderate")  # made here once, it is in every child
         sandbox = str(message["id"])
         try:
             blank = self.blanks.pop() if self.blanks else self.make_blank()
@@ -145,7 +154,7 @@ class Launcher:
             os._exit(status)
 
     def gestate(self, message: "dict[str, object]", link: socket.socket, blank: namespaces.Blank) -> mounts.Builder:
-        """The part that is the same for every sandbox: cgroup, namespaces, /proc. Joining a cgroup and leaving a mount
+        """The part that is the same for every sandbox: cgroup, namespaces, /proc, a disk of the usual size. Joining a cgroup and leaving a mount
         namespace wait for the whole kernel (RCU), several milliseconds, so this happens before anybody asks."""
         signal.set_wakeup_fd(-1)
         _join(message["cgroups"])  # type: ignore[arg-type]
@@ -159,14 +168,15 @@ class Launcher:
         ids = (USER, USER) if self.rootless else (first, first)
         builder = mounts.Builder(self.stage, user_fd=blank.user_fd, rootless=self.rootless, ids=ids)
         builder.make_proc()
+        self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
         return builder
 
     def become(self, message: "dict[str, object]", link: socket.socket, builder: mounts.Builder) -> None:
         trace = [time.monotonic_ns()]
         filter_ = self.filter_of(str(message["syscalls"]))
-        steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
+        steps: "list[mounts.Step]" = message["steps"]  # type: ignore[assignment]
         builder.owner_fd = self.make_owner_map(message, builder)
-        self.mount_disk(message, steps)
+        self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
         trace.append(time.monotonic_ns())
         builder.apply(steps)
         trace.append(time.monotonic_ns())
@@ -196,29 +206,32 @@ class Launcher:
         proc = self.stage.path + "/proc"
         return namespaces.make_user(map_of(owner[0]), map_of(owner[1]), close_nested=False, proc=proc)
 
-    def mount_disk(self, message: "dict[str, object]", steps: "list[mounts.Step]") -> None:
+    def mount_disk(self, wanted: "dict[str, object]", builder: mounts.Builder) -> None:
         """A private copy of the formatted image, on a loop device that frees itself with its mount."""
-        template = str(message.get("disk_template") or "")
-        if not template:
+        mib, template = int(wanted["mib"]), str(wanted["template"])  # type: ignore[call-overload]
+        if builder.disk_mib == mib:
             return
-        image = str(message["disk_image"])
+        if not template:
+            builder.make_disk("", mib)
+            return
+        image = f"{template}.{os.getpid()}.{time.monotonic_ns()}"
         loops.copy_image(template, image)
         try:
-            self._loop, device = loops.attach(image)
+            held, device = loops.attach(image)
         finally:
             os.unlink(image)
-        for step in steps:
-            if step[0] == "disk":
-                step[2] = device
+        builder.make_disk(device, mib)
+        os.close(held)
 
     def enter_user_namespace(self, user_fd: int) -> None:
         # SAFETY: from here on this process has no rights over its own mounts, network or pid namespace, which belong to
         # the launcher's user namespace. tests/security/test_kernel.py::test_root_inside_cannot_mount
         syscalls.setns(user_fd, syscalls.CLONE_NEWUSER)
         if not self.rootless:
-            os.setgroups([0])  # sees every process in /proc (its gid= option); commands lose it
-            os.setresgid(0, 0, 0)
-            os.setresuid(0, 0, 0)
+            os.setgroups([])
+            # The real ids are the user's: what the agent spawns takes them on by exec, without a fork of its own.
+            os.setresgid(USER, 0, 0)
+            os.setresuid(USER, 0, 0)
         syscalls.drop_bounding_set()
         kept = 0 if self.rootless else _AGENT_CAPS
         syscalls.set_caps(kept, kept, 0)
@@ -229,6 +242,7 @@ class Launcher:
         # SAFETY: set after the credentials changed, because that clears it. tests/engine/test_faults.py
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+        os.umask(0o022)
         if not self.rootless:
             calls.FileIdentity.begin(USER)
         if self.landlock_abi:

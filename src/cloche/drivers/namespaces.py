@@ -72,6 +72,7 @@ class NamespacesDriver(interfaces.Driver):
         self._machines: dict[str, NamespacesMachine] = {}
         self._embryos: deque[NamespacesMachine] = deque()
         self._fewest = self._wanted = 1
+        self._usual_disk_mib = model.DEFAULT_RESOURCES.disk_mib
         self._ready: asyncio.Future[LauncherFrame] | None = None
         self._slots_file = -1
         self._closed = False
@@ -234,8 +235,9 @@ class NamespacesDriver(interfaces.Driver):
         embryo = NamespacesMachine(self, here, group)
         self._machines[embryo.key] = embryo
         try:
-            message = {"op": "prepare", "id": embryo.key, "cgroups": group.paths if group is not None else []}
-            wire.send(self._link, message, [there.fileno()])
+            paths = group.paths if group is not None else []
+            disk = self._disk(self._usual_disk_mib)
+            wire.send(self._link, {"op": "prepare", "id": embryo.key, "cgroups": paths, "disk": disk}, [there.fileno()])
         except OSError as problem:
             embryo.spawned.set_exception(
                 errors.error("capacity_exceeded", f"the launcher cannot take more work: {problem.strerror}", hint="try again")
@@ -286,28 +288,27 @@ class NamespacesDriver(interfaces.Driver):
     ) -> dict[str, Any]:  # fmt: skip
         resources = spec.resources
         view = mounts.View(
-            skeleton=self._image.skeleton, layers=self._image.layers, writable=rules.root == "overlay", disk_image="",
-            disk_mib=resources.disk_mib, shm_mib=max(1, min(resources.memory_mib // 2, 1024)),
+            skeleton=self._image.skeleton, layers=self._image.layers, writable=rules.root == "overlay",
+            shm_mib=max(1, min(resources.memory_mib // 2, 1024)),
         )  # fmt: skip
-        message: dict[str, Any] = {
+        return {
             "steps": mounts.plan(view), "rlimits": rlimits, "affinity": affinity, "syscalls": rules.syscalls,
-            "landlock": _landlock_rules(rules),
+            "landlock": _landlock_rules(rules), "disk": self._disk(resources.disk_mib),
             "agent": {
                 "env": {**self._image.environment, **spec.env}, "cwd": "/workspace", "uid": host.USER_ID,
                 "can_switch": not self.facts.rootless,
             },
         }  # fmt: skip
-        if self.facts.loop_disks:
-            message["disk_template"] = self._disk_template(resources.disk_mib)
-            message["disk_image"] = os.path.join(self._home, "sandboxes", f"{sandbox_id}.disk")
-        return message
 
-    def _disk_template(self, mib: int) -> str:
-        path = os.path.join(self._home, "images", f"disk-{mib}.ext4")
-        if not os.path.exists(path):
-            os.makedirs(os.path.join(self._home, "sandboxes"), mode=0o700, exist_ok=True)
-            loops.format_image(path, mib)
-        return path
+    def _disk(self, mib: int) -> dict[str, Any]:
+        """What a launcher needs to make a disk; the size asked for last is the one embryos get ahead of need."""
+        self._usual_disk_mib = mib
+        template = ""
+        if self.facts.loop_disks:
+            template = os.path.join(self._home, "images", f"disk-{mib}.ext4")
+            if not os.path.exists(template):
+                loops.format_image(template, mib)
+        return {"mib": mib, "template": template}
 
     def discard(self, group: cgroups.Group) -> None:
         """Remove a group whose processes are gone; what the kernel still counts as busy goes in the background."""

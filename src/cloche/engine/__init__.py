@@ -7,6 +7,7 @@ the store is the truth after a restart, when every sandbox of a dead engine is `
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -147,7 +148,7 @@ class Engine(interfaces.Backend):
     async def info(self, sandbox: str) -> model.SandboxInfo:
         return self._find(sandbox).info(server=self.where, owner=self.owner)
 
-    async def list(self) -> list[model.SandboxInfo]:
+    async def list(self) -> builtins.list[model.SandboxInfo]:
         return [s.info(server=self.where, owner=self.owner) for s in self._sandboxes.values()]
 
     async def delete(self, sandbox: str) -> None:
@@ -301,7 +302,7 @@ class Engine(interfaces.Backend):
             raise errors.error("signal_unknown", f"there is no signal {number}")
         await self._find(sandbox).execution(execution).signal(number, scope="tree" if tree else "group")
 
-    async def executions(self, sandbox: str) -> list[model.ExecutionInfo]:
+    async def executions(self, sandbox: str) -> builtins.list[model.ExecutionInfo]:
         return [e.info() for e in self._find(sandbox).executions.values()]
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
@@ -329,7 +330,7 @@ class Engine(interfaces.Backend):
         )
         return info
 
-    async def list_files(self, sandbox: str, path: str, depth: int = 1, user: str = "user") -> list[model.FileInfo]:
+    async def list_files(self, sandbox: str, path: str, depth: int = 1, user: str = "user") -> builtins.list[model.FileInfo]:
         return await files.list_dir(await self._machine(sandbox), path, user=user, depth=depth)
 
     async def stat_file(self, sandbox: str, path: str, user: str = "user") -> model.FileInfo:
@@ -363,7 +364,7 @@ class Engine(interfaces.Backend):
     async def create_context(self, sandbox: str, language: str = "python", cwd: str | None = None) -> model.ContextInfo:
         return (await self._find(sandbox).create_context(language, cwd)).info()
 
-    async def contexts(self, sandbox: str) -> list[model.ContextInfo]:
+    async def contexts(self, sandbox: str) -> builtins.list[model.ContextInfo]:
         return [c.info() for c in self._find(sandbox).contexts.values()]
 
     async def run_code(
@@ -403,14 +404,14 @@ class Engine(interfaces.Backend):
 
     # ── the journal, and the rest ───────────────────────────────────────────────────────────────
 
-    async def events(self, after: int = 0, sandbox: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
+    async def events(self, after: int = 0, sandbox: str | None = None, limit: int = 1000) -> builtins.list[dict[str, Any]]:
         return await self._journal.read(after=after, sandbox=sandbox, limit=limit)
 
     def follow_events(self, after: int = 0, sandbox: str | None = None) -> AsyncIterator[dict[str, Any]]:
         return self._journal.follow(after=after, sandbox=sandbox)
 
-    async def sweep(self) -> list[str]:
-        swept: list[str] = []
+    async def sweep(self) -> builtins.list[str]:
+        swept: builtins.list[str] = []
         await self._placement.choose("process")
         for driver in self._placement.started:
             swept += await asyncio.to_thread(driver.sweep, set())
@@ -435,7 +436,7 @@ class Engine(interfaces.Backend):
             return
         self._closed = True
         self._reaper.close()
-        await asyncio.gather(*(self._end(s, "engine_stopped", "its engine stopped") for s in list(self._sandboxes.values())))
+        await asyncio.gather(*(self._end(s, "engine_stopped", "its engine stopped") for s in tuple(self._sandboxes.values())))
         await self._warm.close()
         await self._placement.close()
         await asyncio.gather(*self._background, return_exceptions=True)

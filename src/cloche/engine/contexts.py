@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -54,6 +55,7 @@ class Run:
         self.error: model.CodeError | None = None
         self.count = 0
         self.status: int | None = None
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -87,7 +89,7 @@ class Context:
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
         err_read, err_write = os.pipe2(os.O_CLOEXEC)
         inside = [null, out_write, err_write, there.fileno()]
-        source = interpreter.open_source() if self.language == "python" else -1
+        source = _source() if self.language == "python" else -1
         try:
             command = interpreter.command() if self.language == "python" else shells.command()
             fds = [*inside, source] if source >= 0 else inside
@@ -99,9 +101,8 @@ class Context:
             raise
         finally:
             there.close()
-            for fd in (null, out_write, err_write, source):
-                if fd >= 0:
-                    os.close(fd)
+            for fd in (null, out_write, err_write):
+                os.close(fd)
         self.pid = child.pid
         self._adopt(here, out_read, err_read)
         child.exited.add_done_callback(lambda _: self._lost())
@@ -169,8 +170,17 @@ class Context:
         await self.start()
 
     async def interrupt(self) -> None:
-        if self._run is not None:
+        """SIGINT, once the run has begun (before, it would be lost), and again while the interpreter does not heed it:
+        CPython may notice a signal late that arrives just before a blocking call."""
+        run = self._run
+        if run is None:
+            return
+        await asyncio.wait({run.started, run.done}, return_when=asyncio.FIRST_COMPLETED)
+        for _ in range(3):
+            if run.done.done():
+                return
             await self._machine.signal(self.pid, signal.SIGINT, scope="group")
+            await asyncio.wait({run.done}, timeout=1)
 
     # ── a run ───────────────────────────────────────────────────────────────────────────────────
 
@@ -201,16 +211,16 @@ class Context:
             prefix = "".join(f"export {key}={_quoted(value)}\n" for key, value in (env or {}).items())
             message = (prefix + code).encode() + b"\0"
         await self._loop.sock_sendall(self._socket, message)
+        if self.language == "bash":
+            self._run.started.set_result(None)  # bash says nothing before its status
 
     async def _await_done(self, run: Run, timeout_s: float | None) -> model.CodeResult:
         try:
             await asyncio.wait_for(asyncio.shield(run.done), timeout_s)
         except TimeoutError:
             with suppress(errors.ClocheError):
-                await self._machine.signal(self.pid, signal.SIGINT, scope="group")
-            try:
-                await asyncio.wait_for(asyncio.shield(run.done), 2)
-            except TimeoutError:
+                await self.interrupt()
+            if not run.done.done():
                 await self.restart()  # deaf to SIGINT: the context's state is lost, the sandbox is not
             run.error = model.CodeError(name="TimeoutError", value=f"the code ran longer than {timeout_s:g} s", traceback="")
         texts = [bytes(text[:_MAX_OUTPUT]).decode("utf-8", "replace") for text in self._texts()] or ["", ""]
@@ -287,13 +297,21 @@ class Context:
         run = self._run
         if run is None or frame.id != run.id or run.done.done():
             return
-        if frame.op == "result" and len(run.results) < 1000:
+        if frame.op == "started" and not run.started.done():
+            run.started.set_result(None)
+        elif frame.op == "result" and len(run.results) < 1000:
             run.results.append({**frame.data, "main": frame.main, **({"extra": frame.extra} if frame.extra else {})})
         elif frame.op == "error":
             run.error = model.CodeError(name=frame.name, value=frame.value, traceback=frame.traceback)
         elif frame.op == "done":
             run.count = frame.count
             run.done.set_result(None)
+
+
+@cache
+def _source() -> int:
+    """The bootstrap, compiled once per process; every context reads the same sealed memory."""
+    return interpreter.open_source()
 
 
 def _quoted(value: str) -> str:

@@ -14,11 +14,14 @@ Targets are absolute paths *inside*; sources are host paths. Standard library an
 
 import os
 import stat
-from typing import Any, NamedTuple
 
 from cloche.linux import syscalls
 
-Step = list[Any]  # [act, target inside, source on the host, options]: plain, because it travels as JSON
+TYPE_CHECKING = False  # type checkers know the name; importing `typing` would cost every sandbox a megabyte
+if TYPE_CHECKING:
+    from typing import Any
+
+    Step = list[Any]  # [act, target inside, source on the host, options]: plain, because it travels as JSON
 
 _BIND = syscalls.MS_BIND
 _LOCKED = syscalls.MS_NOSUID | syscalls.MS_NODEV
@@ -31,38 +34,51 @@ READ_ONLY = ("sys", "bus", "fs", "irq")  # of /proc
 PRIVATE = ("/tmp", "/home/user", "/workspace", "/var/tmp")  # writable even where the root is not
 
 
-class Bind(NamedTuple):
-    """A host path shown inside."""
+class Bind:
+    """A host path shown inside. `owner` maps the source's owner to the sandbox's user: both can write the same files."""
 
-    source: str
-    target: str
-    writable: bool = False
-    owner: bool = False
-    """Map the source's owner to the sandbox's user, so that both can write the same files."""
+    __slots__ = ("owner", "source", "target", "writable")
 
-
-class View(NamedTuple):
-    """What a sandbox's processes shall see. `deny` paths are hidden, `protect` ones read-only, after every bind."""
-
-    skeleton: str
-    layers: tuple[str, ...]
-    writable: bool
-    disk_image: str
-    disk_mib: int
-    shm_mib: int
-    binds: tuple[Bind, ...] = ()
-    deny: tuple[str, ...] = ()
-    protect: tuple[tuple[str, str], ...] = ()
-    """(host source, target inside): the source is bound read-only over the target."""
-    overlays: tuple[str, ...] = ()
-    """Host directories shown at their own path with a private writable layer above."""
+    def __init__(self, source: str, target: str, *, writable: bool = False, owner: bool = False) -> None:
+        self.source = source
+        self.target = target
+        self.writable = writable
+        self.owner = owner
 
 
-def plan(view: View) -> list[Step]:
+class View:
+    """What a sandbox's processes shall see. `deny` paths are hidden, `protect` ones read-only, after every bind.
+
+    `protect` holds (host source, target inside): the source is bound read-only over the target. `overlays` are host
+    directories shown at their own path with a private writable layer above.
+    """
+
+    def __init__(
+        self,
+        *,
+        skeleton: str,
+        layers: "tuple[str, ...]",
+        writable: bool,
+        shm_mib: int,
+        binds: "tuple[Bind, ...]" = (),
+        deny: "tuple[str, ...]" = (),
+        protect: "tuple[tuple[str, str], ...]" = (),
+        overlays: "tuple[str, ...]" = (),
+    ) -> None:
+        self.skeleton = skeleton
+        self.layers = layers
+        self.writable = writable
+        self.shm_mib = shm_mib
+        self.binds = binds
+        self.deny = deny
+        self.protect = protect
+        self.overlays = overlays
+
+
+def plan(view: View) -> "list[Step]":
     """The mounts that make `view`, in order. Pure."""
-    steps: list[Step] = [["disk", "", view.disk_image, {"mib": view.disk_mib}]]
     act = "overlay" if view.writable else "layer"
-    steps.append([act, "/", view.skeleton, {}])
+    steps: "list[Step]" = [[act, "/", view.skeleton, {}]]
     steps += [[act, layer, layer, {}] for layer in _outermost_first(view.layers)]
     if not view.writable:
         steps += [["private", path, view.skeleton + path, {}] for path in PRIVATE]
@@ -87,16 +103,17 @@ def _outermost_first(paths: tuple[str, ...]) -> list[str]:
 class StepFailed(OSError):
     """Which step of a plan failed, with the kernel's reason."""
 
-    def __init__(self, step: Step, cause: OSError) -> None:
+    def __init__(self, step: "Step", cause: OSError) -> None:
         super().__init__(cause.errno, f"{step[0]} {step[1] or step[2]}: {cause.strerror or cause}")
 
 
-class Stage(NamedTuple):
+class Stage:
     """The mount points that every sandbox of a launcher is built on."""
 
-    path: str
-    masked_file: str
-    masked_dir: str
+    def __init__(self, path: str, masked_file: str, masked_dir: str) -> None:
+        self.path = path
+        self.masked_file = masked_file
+        self.masked_dir = masked_dir
 
     @property
     def root(self) -> str:
@@ -145,8 +162,9 @@ class Builder:
         self.rootless = rootless
         self.guest_uid, self.guest_gid = ids
         self.layers = 0
+        self.disk_mib = 0
 
-    def apply(self, steps: list[Step]) -> None:
+    def apply(self, steps: "list[Step]") -> None:
         for step in steps:
             try:
                 getattr(self, "do_" + step[0])(step[1], step[2], step[3])
@@ -156,14 +174,18 @@ class Builder:
     def inside(self, path: str) -> str:
         return self.stage.root + (path if path != "/" else "")
 
-    def do_disk(self, _target: str, image: str, options: "dict[str, Any]") -> None:
+    def make_disk(self, device: str, mib: int) -> None:
+        """The sandbox's writable file system: a loop device of exactly that size, or memory where there is none."""
         disk = self.stage.path + "/disk"
-        if not image:
-            syscalls.mount("disk", disk, "tmpfs", _LOCKED, f"mode=0755,size={options['mib']}m")
-            return
-        # SAFETY: the image was formatted by us and is never written by anyone but this mount: a hostile file system
-        # would be a kernel attack. tests/security/test_limits.py::test_disk_is_limited
-        syscalls.mount(image, disk, "ext4", _LOCKED | syscalls.MS_NOATIME, "nodiscard,noinit_itable")
+        if self.disk_mib:
+            syscalls.umount2(disk, syscalls.MNT_DETACH)
+        if device:
+            # SAFETY: the image was formatted by us and is never written by anyone but this mount: a hostile file
+            # system would be a kernel attack. tests/security/test_limits.py
+            syscalls.mount(device, disk, "ext4", _LOCKED | syscalls.MS_NOATIME, "nodiscard,noinit_itable")
+        else:
+            syscalls.mount("disk", disk, "tmpfs", _LOCKED, f"mode=0755,size={mib}m")
+        self.disk_mib = mib
 
     def do_layer(self, target: str, source: str, options: "dict[str, Any]") -> None:
         """A read-only host directory, owned inside as it is outside."""

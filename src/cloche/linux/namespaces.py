@@ -17,7 +17,6 @@ import fcntl
 import os
 import socket
 import struct
-from typing import NamedTuple
 
 from cloche.linux import syscalls
 
@@ -26,12 +25,15 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 IdMap = tuple[int, int, int]  # first id inside, first id outside, how many
 
 
-class Blank(NamedTuple):
+class Blank:
     """The namespaces of a sandbox that does not exist yet."""
 
-    user_fd: int
-    net_fd: int
-    slot: int
+    __slots__ = ("net_fd", "slot", "user_fd")
+
+    def __init__(self, user_fd: int, net_fd: int, slot: int) -> None:
+        self.user_fd = user_fd
+        self.net_fd = net_fd
+        self.slot = slot
 
 
 def make_blank(uid_maps: list[IdMap], gid_maps: list[IdMap], slot: int) -> Blank:
