@@ -48,6 +48,7 @@ class Stub(msgspec.Struct, frozen=True, omit_defaults=True):
     device: int = 0
     inode: int = 0
     changed_ns: int = 0
+    """0 for a directory that holds other stubs: those change it."""
 
     @property
     def full(self) -> str:
@@ -81,6 +82,8 @@ def make(state: str, wants: Iterable[Want]) -> list[str]:
         for want in ordered:
             try:
                 stub = _make(want, others)
+                if stub and any(other.path.startswith(want.path + "/") for other in ordered):
+                    stub = msgspec.structs.replace(stub, changed_ns=0)
             except OSError as problem:
                 if problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
                     raise
@@ -161,12 +164,13 @@ def _remove(stub: Stub) -> bool:
         info = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         if stub.inode and (info.st_dev, info.st_ino) != (stub.device, stub.inode):
             return False
+        # Inode numbers are used again at once, so a name removed and made anew is told by its time.
+        if stub.changed_ns and info.st_mtime_ns != stub.changed_ns:
+            return False
         if stub.directory:
             os.rmdir(name, dir_fd=dir_fd)  # refuses what is not empty
             return True
         if not stat.S_ISREG(info.st_mode) or info.st_size != len(stub.content):
-            return False
-        if stub.inode and info.st_mtime_ns != stub.changed_ns:
             return False
         if stub.content and walking.read(stub.anchor, stub.path, 64) != stub.content:
             return False
