@@ -48,6 +48,15 @@ class Child(NamedTuple):
     exited: asyncio.Future[ExitStatus]
 
 
+class Interpreter(NamedTuple):
+    """How a code context of one language is started: a command whose descriptor 3 is a socket to the engine, and where
+    it has one, a bootstrap as descriptor 4. `frames` says whether it speaks frames or bare statuses."""
+
+    command: Sequence[str]
+    source: Callable[[], int] | None
+    frames: bool
+
+
 class Usage(NamedTuple):
     memory_mib: float
     memory_peak_mib: float
@@ -63,6 +72,59 @@ class Terminal(NamedTuple):
     slave_fd: int
 
 
+class Shown(NamedTuple):
+    """A host path shown inside; `owner` maps the workspace's owner to the sandbox's user."""
+
+    source: str
+    target: str
+    writable: bool = False
+    owner: bool = False
+
+
+class Exposure(NamedTuple):
+    """What of the host a sandbox sees beyond its template: a workspace. The fields are applied in this order, shallow
+    targets first within each; no target has a symlink in it but as its last part, which is never followed."""
+
+    root: str
+    owner: tuple[int, int]
+    overlay: bool = False
+    """The root is shown with a private writable layer above it."""
+    binds: tuple[Shown, ...] = ()
+    private: tuple[tuple[str, str], ...] = ()
+    """(directory of ours, target): writable."""
+    pinned: tuple[str, ...] = ()
+    """Bound onto themselves, writable, so that they cannot be renamed."""
+    protect: tuple[tuple[str, str], ...] = ()
+    """(host path, target): read-only."""
+    deny: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    cwd: str = ""
+    shown: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class Workspace(ABC):
+    """A host directory lent to one sandbox."""
+
+    exposure: Exposure
+
+    @abstractmethod
+    def finish(self) -> model.WorkspaceReport:
+        """Put the host side in order after the sandbox's end. Twice is harmless."""
+
+
+class Workspaces(ABC):
+    @abstractmethod
+    def open(
+        self, directory: str, *, rules: policy.Policy, sandbox_id: str, overlay: bool, path: str | None = None
+    ) -> Workspace:
+        """Prepare a directory, and the toolchains that the caller's PATH leads to; raises `workspace_not_found` or `workspace_refused` and has changed nothing then."""
+
+    @abstractmethod
+    def sweep(self) -> list[str]:
+        """Finish what dead engines left; the sandboxes concerned."""
+
+
 class Machine(ABC):
     """One running sandbox.
 
@@ -76,6 +138,8 @@ class Machine(ABC):
     limits: dict[str, model.Limit]
     shown: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    cwd: str = "/workspace"
+    """Where commands start and what relative paths mean."""
     ended: asyncio.Future[str]
     """Resolves once, with the reason, when nothing of the machine runs any more."""
     on_denial: Callable[[int, model.Denial], None]
@@ -142,8 +206,11 @@ class Driver(ABC):
         """Get ready; raises `NotSupported` with the cause and the fix where this host cannot."""
 
     @abstractmethod
-    async def create(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> Machine:
-        """Make a running machine, or raise and leave nothing behind."""
+    async def create(
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: Exposure | None = None
+    ) -> Machine:
+        """Make a running machine, or raise and leave nothing behind. A driver that cannot show the `exposure` exactly as
+        described refuses with `not_supported_by_driver`."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -175,6 +242,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete(self, sandbox: str) -> None: ...
+
+    @abstractmethod
+    async def workspace_report(self, sandbox: str) -> model.WorkspaceReport:
+        """What a sandbox that has ended did to its workspace's control files."""
 
     @abstractmethod
     async def extend(self, sandbox: str, timeout_s: float | None) -> model.SandboxInfo: ...

@@ -78,6 +78,8 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
     idle_timeout_s: float | None = None
     workspace: str | None = None
     overlay: bool = False
+    path: str | None = None
+    """The caller's PATH: a workspace shows the toolchains it leads to, read-only."""
     minimum_isolation: Level = "namespaces"
     driver: str | None = None
     labels: dict[str, str] = {}
@@ -236,6 +238,15 @@ class SandboxInfo(Noun, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     executions: int = 0
     reason: str | None = None
+
+
+class WorkspaceReport(Noun, frozen=True, kw_only=True):
+    """What a sandbox did to the workspace's control files, in words for the person who looks at it."""
+
+    control_files_changed: tuple[str, ...] = ()
+    config_merged: tuple[str, ...] = ()
+    config_dropped: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class SandboxUsage(Noun, frozen=True, kw_only=True):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import cache
 
-from cloche import engine, interfaces, settings, store
+from cloche import engine, interfaces, settings, store, workspaces
 from cloche.drivers import namespaces, spawning
+from cloche.guest import interpreter, shells
 from cloche.linux import processes
 
 
@@ -15,6 +17,13 @@ def drivers(home: str, launch: spawning.Launch | None = None) -> list[tuple[str,
     return [
         ("namespaces", lambda: namespaces.NamespacesDriver(home, launch=launch)),
     ]
+
+
+def interpreters() -> dict[str, interfaces.Interpreter]:
+    return {
+        "python": interfaces.Interpreter(interpreter.command(), cache(interpreter.open_source), frames=True),
+        "bash": interfaces.Interpreter(shells.command(), None, frames=False),
+    }
 
 
 def owner() -> str:
@@ -33,6 +42,8 @@ def make_engine(
         store.Store(config.state_path),
         drivers(config.home, launch),
         owner=owner(),
+        interpreters=interpreters(),
+        workspaces=workspaces.LocalWorkspaces(config.home, environment),
         where=where,
         warm=config.keeper.warm_sandboxes if warm else 0,
     )

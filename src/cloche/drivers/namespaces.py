@@ -209,16 +209,18 @@ class NamespacesDriver(interfaces.Driver):
 
     # ── making one ──────────────────────────────────────────────────────────────────────────────
 
-    async def create(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> NamespacesMachine:
+    async def create(
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None = None
+    ) -> NamespacesMachine:
         if not self.alive:
             await self._start_launcher(self.facts.rootless)
         self._require(rules)
         made = self._embryos.popleft() if self._embryos else self._conceive()
         try:
             await made.spawned
-            made.assign(sandbox_id, self._isolation(rules))
+            made.assign(sandbox_id, self._isolation(rules), exposure)
             rlimits, affinity = made.hold(spec.resources, disk_is_memory=not self.facts.loop_disks)
-            made.tell(self._message(sandbox_id, spec, rules, rlimits, affinity))
+            made.tell(self._message(spec, rules, exposure, rlimits, affinity))
             await made.ready
         except BaseException:
             await made.kill("creation failed")
@@ -283,22 +285,33 @@ class NamespacesDriver(interfaces.Driver):
         )  # fmt: skip
 
     def _message(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, rlimits: dict[str, int],
-        affinity: list[int] | None,
+        self, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None,
+        rlimits: dict[str, int], affinity: list[int] | None,
     ) -> dict[str, Any]:  # fmt: skip
         resources = spec.resources
-        view = mounts.View(
-            skeleton=self._image.skeleton, layers=self._image.layers, writable=rules.root == "overlay",
-            shm_mib=max(1, min(resources.memory_mib // 2, 1024)),
-        )  # fmt: skip
+        extra = dict(exposure.env) if exposure is not None else {}
         return {
-            "steps": mounts.plan(view), "rlimits": rlimits, "affinity": affinity, "syscalls": rules.syscalls,
-            "landlock": _landlock_rules(rules), "disk": self._disk(resources.disk_mib),
+            "steps": mounts.plan(self._view(resources, rules, exposure)), "rlimits": rlimits, "affinity": affinity,
+            "syscalls": rules.syscalls, "landlock": _landlock_rules(rules, exposure),
+            "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
             "agent": {
-                "env": {**self._image.environment, **spec.env}, "cwd": "/workspace", "uid": host.USER_ID,
+                "env": {**self._image.environment, **extra, **spec.env}, "uid": host.USER_ID,
+                "cwd": exposure.cwd if exposure is not None else "/workspace",
                 "can_switch": not self.facts.rootless,
             },
         }  # fmt: skip
+
+    def _view(
+        self, resources: model.Resources, rules: policy.Policy, exposure: interfaces.Exposure | None
+    ) -> mounts.View:
+        shown = exposure or interfaces.Exposure(root="", owner=(0, 0))
+        return mounts.View(
+            skeleton=self._image.skeleton, layers=self._image.layers, writable=rules.root == "overlay",
+            shm_mib=max(1, min(resources.memory_mib // 2, 1024)),
+            overlays=(shown.root,) if shown.overlay else (),
+            binds=tuple(mounts.Bind(b.source, b.target, writable=b.writable, owner=b.owner) for b in shown.binds),
+            private=shown.private, pinned=shown.pinned, protect=shown.protect, deny=shown.deny,
+        )  # fmt: skip
 
     def _disk(self, mib: int) -> dict[str, Any]:
         """What a launcher needs to make a disk; the size asked for last is the one embryos get ahead of need."""
@@ -330,6 +343,7 @@ class NamespacesMachine(machine.GuestMachine):
         self._group = group
         self._pidfd = -1
         self._paused = False
+        self._protected: tuple[str, ...] = ()
 
     def born(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -342,9 +356,21 @@ class NamespacesMachine(machine.GuestMachine):
             self.spawned.exception()
         self.died(reason)
 
-    def assign(self, sandbox_id: str, isolation: model.Isolation) -> None:
+    def assign(self, sandbox_id: str, isolation: model.Isolation, exposure: interfaces.Exposure | None) -> None:
         self.id = sandbox_id
         self.isolation = isolation
+        if exposure is not None:
+            self.shown, self.warnings, self.cwd = exposure.shown, exposure.warnings, exposure.cwd
+            self._protected = tuple(target for _, target in exposure.protect)
+
+    def read_only_rule(self, path: str) -> str | None:
+        for target in self._protected:
+            if path == target or path.startswith(target + "/"):
+                return f"workspace.protected {target}"
+        if path.startswith("/proc/"):
+            return "proc"
+        private = any(path == p or path.startswith(p + "/") for p in (*mounts.PRIVATE, "/dev/shm"))
+        return "root.read-only" if self.isolation.root == "read-only" and not private else None
 
     def hold(self, resources: model.Resources, *, disk_is_memory: bool) -> tuple[dict[str, int], list[int] | None]:
         """Apply the limits, and say for each who holds it: the kernel, a look from time to time, or nobody."""
@@ -423,10 +449,13 @@ class NamespacesMachine(machine.GuestMachine):
         self._paused = False
 
 
-def _landlock_rules(rules: policy.Policy) -> list[tuple[str, int]]:
+def _landlock_rules(rules: policy.Policy, exposure: interfaces.Exposure | None) -> list[tuple[str, int]]:
     if rules.root == "overlay":
         return [("/", landlock.ALL)]
-    writable = [(path, landlock.ALL) for path in (*mounts.PRIVATE, "/dev", "/proc")]
+    shown = [b.target for b in exposure.binds if b.writable] if exposure is not None else []
+    shown += [target for _, target in exposure.private] if exposure is not None else []
+    shown += [exposure.root] if exposure is not None and exposure.overlay else []
+    writable = [(path, landlock.ALL) for path in (*mounts.PRIVATE, "/dev", "/proc", *shown)]
     return [("/", landlock.READ_ONLY), *writable]
 
 

@@ -10,14 +10,15 @@ import asyncio
 import builtins
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from cloche import errors, events, interfaces, model, policy, settings
-from cloche.engine import contexts, execution, files, journal, placement, reaping, sandboxes
+from cloche.engine import contexts as code_contexts
+from cloche.engine import execution, files, journal, placement, reaping, sandboxes
 
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
 
@@ -38,6 +39,8 @@ class Engine(interfaces.Backend):
         drivers: Sequence[tuple[str, Callable[[], interfaces.Driver]]],
         *,
         owner: str,
+        interpreters: Mapping[str, interfaces.Interpreter],
+        workspaces: interfaces.Workspaces,
         where: str = "in process",
         clock: interfaces.Clock | None = None,
         warm: int = 0,
@@ -46,10 +49,13 @@ class Engine(interfaces.Backend):
         self.owner = owner
         self.settings = config
         self._clock = clock or SystemClock()
+        self._interpreters = interpreters
+        self._workspaces = workspaces
         self._placement = placement.Placement(drivers)
         self._sandboxes: dict[str, sandboxes.Sandbox] = {}
         self._names: dict[str, str] = {}
         self._ended: dict[str, str] = {}
+        self._reports: dict[str, model.WorkspaceReport] = {}
         self._creating = 0
         self._store = store
         self._journal = journal.Journal(store)
@@ -70,15 +76,23 @@ class Engine(interfaces.Backend):
         if spec.name is not None:
             self._names[spec.name] = sandbox_id
         self._creating += 1
+        lent = None
         try:
-            machine = await self._warm.take(spec) or await self._make_machine(spec, rules)
+            if spec.workspace is not None:
+                lent = await asyncio.to_thread(
+                    self._workspaces.open, spec.workspace, rules=rules, sandbox_id=sandbox_id, overlay=spec.overlay,
+                    path=spec.path,
+                )  # fmt: skip
+            machine = await self._warm.take(spec) or await self._make_machine(spec, rules, lent)
         except BaseException:
             self._names.pop(spec.name or "", None)
+            if lent is not None:
+                await asyncio.to_thread(lent.finish)
             raise
         finally:
             self._creating -= 1
         made = sandboxes.Sandbox(
-            sandbox_id, spec, rules, machine, self.settings.limits, self._directory, self._clock
+            sandbox_id, spec, rules, machine, self.settings.limits, self._directory, self._clock, self._interpreters, lent
         )
         self._sandboxes[sandbox_id] = made
         machine.ended.add_done_callback(lambda future: self._machine_ended(made, future))
@@ -130,12 +144,14 @@ class Engine(interfaces.Backend):
                 hint="delete some, or raise limits.max_sandboxes",
             )  # fmt: skip
 
-    async def _make_machine(self, spec: model.SandboxSpec, rules: policy.Policy) -> interfaces.Machine:
+    async def _make_machine(
+        self, spec: model.SandboxSpec, rules: policy.Policy, lent: interfaces.Workspace | None = None
+    ) -> interfaces.Machine:
         minimum = max(spec.minimum_isolation, rules.minimum_isolation, key=model.LEVELS.index)
         if spec.minimum_isolation == "process":
             minimum = rules.minimum_isolation if rules.minimum_isolation != "namespaces" else "process"
         driver = await self._placement.choose(minimum, spec.driver)
-        return await driver.create(model.new_id(), spec, rules)
+        return await driver.create(model.new_id(), spec, rules, lent.exposure if lent is not None else None)
 
     def _find(self, sandbox: str) -> sandboxes.Sandbox:
         found = self._sandboxes.get(sandbox) or self._sandboxes.get(self._names.get(sandbox, ""))
@@ -153,6 +169,13 @@ class Engine(interfaces.Backend):
 
     async def delete(self, sandbox: str) -> None:
         await self._end(self._find(sandbox), "asked", "deleted")
+
+    async def workspace_report(self, sandbox: str) -> model.WorkspaceReport:
+        """What a sandbox that has ended did to its workspace's control files."""
+        if sandbox in self._reports:
+            return self._reports[sandbox]
+        self._find(sandbox)
+        raise errors.error("sandbox_not_found", f"sandbox {sandbox} has not ended, or had no workspace")
 
     async def extend(self, sandbox: str, timeout_s: float | None) -> model.SandboxInfo:
         found = self._find(sandbox)
@@ -196,6 +219,7 @@ class Engine(interfaces.Backend):
             await asyncio.to_thread(self._store.put_sandbox, sandbox.info(server=self.where, owner=self.owner))
         await sandbox.machine.kill(words)
         sandbox.close()
+        await self._give_back(sandbox)
 
     def _expire(self, sandbox: sandboxes.Sandbox, reason: str) -> None:
         words = "its time was up" if reason == "expired" else "nobody used it"
@@ -208,9 +232,16 @@ class Engine(interfaces.Backend):
         sandbox.phase, sandbox.reason = "lost", reason
         self._forget(sandbox, reason)
         sandbox.close()
+        self._spawn(self._give_back(sandbox), f"give back {sandbox.id}")
         self._journal.append(
             events.Lost(sandbox=sandbox.id, time=self._clock.time(), actor="engine", reason=reason, owner=self.owner)
         )
+
+    async def _give_back(self, sandbox: sandboxes.Sandbox) -> None:
+        """After the sandbox's end, and only then, its workspace is put in order on the host."""
+        if sandbox.workspace is not None:
+            report = await asyncio.to_thread(sandbox.workspace.finish)
+            self._reports[sandbox.id] = report
 
     def _forget(self, sandbox: sandboxes.Sandbox, words: str) -> None:
         self._sandboxes.pop(sandbox.id, None)
@@ -218,7 +249,8 @@ class Engine(interfaces.Backend):
             del self._names[sandbox.spec.name]
         self._ended[sandbox.id] = words
         while len(self._ended) > _MOST_LOST:
-            del self._ended[next(iter(self._ended))]
+            self._reports.pop(oldest := next(iter(self._ended)), None)
+            del self._ended[oldest]
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -386,7 +418,7 @@ class Engine(interfaces.Backend):
         finally:
             found.touch()
 
-    async def _context(self, sandbox: str, context: str) -> contexts.Context:
+    async def _context(self, sandbox: str, context: str) -> code_contexts.Context:
         found = self._find(sandbox)
         await found.wake()
         return await found.context(context, "python")
@@ -415,6 +447,7 @@ class Engine(interfaces.Backend):
         await self._placement.choose("process")
         for driver in self._placement.started:
             swept += await asyncio.to_thread(driver.sweep, set())
+        swept += await asyncio.to_thread(self._workspaces.sweep)
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
         return swept + [info.id for info in lost]
 

@@ -1,7 +1,7 @@
 """Code contexts: a template's interpreter that keeps its state between runs.
 
 A context is an execution whose descriptor 3 is a socket to the engine and whose bootstrap comes by descriptor 4
-(guest/interpreter.py, guest/shells.py say what is spoken). Results arrive as frames on the socket, printed text on the
+(the guest's interpreter and shells modules say what is spoken). Results arrive as frames on the socket, printed text on the
 pipes; a frame is sent after the text before it was flushed, so when `done` arrives the pipes hold all of the run's text.
 What comes out of a context is an attacker's: frames are bounded and decoded by a schema.
 """
@@ -13,19 +13,26 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import msgspec
 
 from cloche import errors, interfaces, model
-from cloche.guest import interpreter, shells
 
 _CHUNK = 256 * 1024
+_MAX_FRAME = 64 << 20
 _MAX_OUTPUT = 16 * 1024 * 1024
 _READY_TIMEOUT_S = 30.0
-LANGUAGES = {"python": "python", "python3": "python", "py": "python", "bash": "bash", "sh": "bash", "shell": "bash"}
+ALIASES = {"python": "python", "python3": "python", "py": "python", "bash": "bash", "sh": "bash", "shell": "bash"}
+
+
+def language_of(name: str, known: Iterable[str]) -> str:
+    found = ALIASES.get(name, name)
+    if found not in known:
+        raise errors.error("language_unknown", f"there are no contexts for {name!r}", hint=f"use one of {', '.join(known)}")
+    return found
 
 
 class Frame(msgspec.Struct):
@@ -60,14 +67,15 @@ class Run:
 
 
 class Context:
-    def __init__(self, context_id: str, language: str, machine: interfaces.Machine, *, cwd: str | None, env: dict[str, str]) -> None:
-        if language not in LANGUAGES:
-            raise errors.error("language_unknown", f"there are no contexts for {language!r}", hint="use 'python' or 'bash'")
+    def __init__(
+        self, context_id: str, language: str, interpreter: interfaces.Interpreter, machine: interfaces.Machine, *,
+        cwd: str | None,
+    ) -> None:  # fmt: skip
         self.id = context_id
-        self.language = LANGUAGES[language]
+        self.language = language
+        self._interpreter = interpreter
         self.cwd = cwd or "/workspace"
         self.pid = 0
-        self._env = env
         self._machine = machine
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
@@ -89,11 +97,10 @@ class Context:
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
         err_read, err_write = os.pipe2(os.O_CLOEXEC)
         inside = [null, out_write, err_write, there.fileno()]
-        source = _source() if self.language == "python" else -1
+        if self._interpreter.source is not None:
+            inside.append(self._interpreter.source())
         try:
-            command = interpreter.command() if self.language == "python" else shells.command()
-            fds = [*inside, source] if source >= 0 else inside
-            child = await self._machine.start(interfaces.Start(command, self._env, self.cwd, "user", fds))
+            child = await self._machine.start(interfaces.Start(self._interpreter.command, {}, self.cwd, "user", inside))
         except BaseException:
             here.close()
             os.close(out_read)
@@ -106,7 +113,7 @@ class Context:
         self.pid = child.pid
         self._adopt(here, out_read, err_read)
         child.exited.add_done_callback(lambda _: self._lost())
-        if self.language == "python":
+        if self._interpreter.frames:
             await self._wait_ready()
 
     def _adopt(self, channel: socket.socket, out_read: int, err_read: int) -> None:
@@ -202,7 +209,7 @@ class Context:
 
     async def _send_code(self, code: str, env: dict[str, str] | None) -> None:
         assert self._socket is not None and self._run is not None
-        if self.language == "python":
+        if self._interpreter.frames:
             body = msgspec.json.encode({"op": "run", "id": self._run.id, "code": code, "env": env or None, "cwd": None, "name": None})
             message = struct.pack(">I", len(body)) + body
         else:
@@ -211,8 +218,8 @@ class Context:
             prefix = "".join(f"export {key}={_quoted(value)}\n" for key, value in (env or {}).items())
             message = (prefix + code).encode() + b"\0"
         await self._loop.sock_sendall(self._socket, message)
-        if self.language == "bash":
-            self._run.started.set_result(None)  # bash says nothing before its status
+        if not self._interpreter.frames:
+            self._run.started.set_result(None)  # a shell says nothing before its status
 
     async def _await_done(self, run: Run, timeout_s: float | None) -> model.CodeResult:
         try:
@@ -258,10 +265,10 @@ class Context:
             self._lost()
             return
         self._buffer += data
-        if self.language == "bash":
-            self._take_statuses()
-        else:
+        if self._interpreter.frames:
             self._take_frames()
+        else:
+            self._take_statuses()
 
     def _take_statuses(self) -> None:
         while b"\0" in self._buffer:
@@ -275,7 +282,7 @@ class Context:
     def _take_frames(self) -> None:
         while len(self._buffer) >= 4:
             (length,) = struct.unpack_from(">I", self._buffer)
-            if length > interpreter.MAX_FRAME:
+            if length > _MAX_FRAME:
                 self._lost()
                 return
             if len(self._buffer) < 4 + length:
@@ -306,12 +313,6 @@ class Context:
         elif frame.op == "done":
             run.count = frame.count
             run.done.set_result(None)
-
-
-@cache
-def _source() -> int:
-    """The bootstrap, compiled once per process; every context reads the same sealed memory."""
-    return interpreter.open_source()
 
 
 def _quoted(value: str) -> str:

@@ -25,7 +25,7 @@ _CHUNK = 256 * 1024
 _TURNS = 8  # chunks read from one pipe before others get their turn
 _PIPE_SIZE = 256 * 1024
 _MAX_STDIN = 64 * 1024 * 1024
-_READ_ONLY = re.compile(rb"['\"\x60]?(/[^\s:'\"\x60]+)['\"\x60]?: Read-only file system")
+_READ_ONLY = re.compile(rb"['\"\x60]?([^\s:'\"\x60]+)['\"\x60]?: Read-only file system")
 _MAX_DENIALS = 200
 _ORPHANS_S = 2.0  # how long after the leader's end its orphans' output still reaches the log
 
@@ -296,7 +296,8 @@ class Execution:
     def _infer_denials(self) -> None:
         """An errno line whose path the mount plan makes read-only: the kernel raises no event for these."""
         for match in _READ_ONLY.finditer(self.log.stderr.bytes()[-65536:]):
-            path = match[1].decode("utf-8", "replace")
+            named = match[1].decode("utf-8", "replace")
+            path = os.path.normpath(os.path.join(self._machine.cwd, self.request.cwd or "", named))
             rule = self._machine.read_only_rule(path)
             if rule is not None:
                 self.denied(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -91,7 +92,7 @@ class Warm:
         self._task: asyncio.Task[None] | None = None
 
     async def take(self, spec: model.SandboxSpec) -> interfaces.Machine | None:
-        if _shape(spec) != self._shape:
+        if spec.workspace is not None or _shape(spec) != self._shape:
             return None
         while self._ready:
             machine = self._ready.pop(0)
@@ -131,7 +132,7 @@ class Warm:
 
 def _shape(spec: model.SandboxSpec) -> bytes:
     """What must be equal for one sandbox to stand in for another; the rest is bound when it is taken."""
-    late = {"name": None, "env": {}, "labels": {}, "stay": False, "timeout_s": None, "idle_timeout_s": None}
+    late: dict[str, Any] = {"name": None, "env": {}, "labels": {}, "stay": False, "timeout_s": None, "idle_timeout_s": None}
     return msgspec.json.encode(msgspec.structs.replace(spec, **late))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from cloche import errors, interfaces, model, policy, settings
 from cloche.engine import contexts, execution
@@ -16,6 +17,7 @@ class Sandbox:
     def __init__(
         self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, machine: interfaces.Machine,
         limits: settings.Limits, directory: str, clock: interfaces.Clock,
+        interpreters: Mapping[str, interfaces.Interpreter], workspace: interfaces.Workspace | None = None,
     ) -> None:  # fmt: skip
         self.id = sandbox_id
         self.spec = spec
@@ -28,6 +30,8 @@ class Sandbox:
         self.phase: model.Phase = "running"
         self.reason: str | None = None
         self.count = 0
+        self.workspace = workspace
+        self._interpreters = interpreters
         self._limits = limits
         self._directory = directory
         self._clock = clock
@@ -116,10 +120,11 @@ class Sandbox:
     # ── contexts ────────────────────────────────────────────────────────────────────────────────
 
     async def create_context(self, language: str, cwd: str | None) -> contexts.Context:
-        await self.wake()
+        language = contexts.language_of(language, self._interpreters)
         if cwd is not None:
             model.check_path(cwd)
-        made = contexts.Context(model.new_id(), language, self.machine, cwd=cwd, env={})
+        await self.wake()
+        made = contexts.Context(model.new_id(), language, self._interpreters[language], self.machine, cwd=cwd)
         await made.start()
         self.contexts[made.id] = made
         self.touch()
@@ -131,7 +136,7 @@ class Sandbox:
             if context_id not in self.contexts:
                 raise errors.error("context_not_found", f"sandbox {self.id} has no context {context_id!r}")
             return self.contexts[context_id]
-        default = self.default_contexts.get(contexts.LANGUAGES.get(language, language))
+        default = self.default_contexts.get(contexts.language_of(language, self._interpreters))
         if default is not None and default in self.contexts:
             return self.contexts[default]
         made = await self.create_context(language, None)

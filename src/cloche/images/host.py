@@ -25,7 +25,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 USER_ID = 1000
 _DIRECTORIES = {
     "dev": 0o755, "proc": 0o555, "sys": 0o555, "run": 0o755, "tmp": 0o1777, "var": 0o755, "var/tmp": 0o1777,
-    "var/log": 0o755, "var/cache": 0o755, "var/lib": 0o755, "root": 0o700, "home": 0o755, "mnt": 0o755, "srv": 0o755, "etc": 0o755,
+    "var/log": 0o755, "var/cache": 0o755, "var/lib": 0o755, "root": 0o755, "home": 0o755, "mnt": 0o755, "srv": 0o755, "etc": 0o755,
 }  # fmt: skip
 _FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000:user:/home/user:/bin/bash\n"
@@ -118,7 +118,7 @@ def _copy(source: str, target: str) -> None:
 
 def _signature(layers: tuple[str, ...]) -> str:
     """Changes when what was copied, or the code that copies, changes."""
-    digest = hashlib.sha256(repr((layers, ETC, sorted(_FILES.items()), os.geteuid() == 0, 3)).encode())
+    digest = hashlib.sha256(repr((layers, ETC, sorted(_FILES.items()), os.geteuid() == 0, 4)).encode())
     for name in ETC:
         try:
             info = os.stat(f"/etc/{name}")

@@ -47,10 +47,12 @@ class Bind:
 
 
 class View:
-    """What a sandbox's processes shall see. `deny` paths are hidden, `protect` ones read-only, after every bind.
+    """What a sandbox's processes shall see.
 
-    `protect` holds (host source, target inside): the source is bound read-only over the target. `overlays` are host
-    directories shown at their own path with a private writable layer above.
+    Over the root come, in this order: `overlays` (host directories shown at their own path under a private writable
+    layer), `binds`, `private` ((our directory, target), writable), `pinned` (directories bound onto themselves, so that
+    they cannot be renamed), `protect` ((host source, target), read-only) and `deny` (hidden). Shallow targets first
+    within each, so that a child's mount is not hidden by its parent's.
     """
 
     def __init__(
@@ -60,19 +62,23 @@ class View:
         layers: "tuple[str, ...]",
         writable: bool,
         shm_mib: int,
-        binds: "tuple[Bind, ...]" = (),
-        deny: "tuple[str, ...]" = (),
-        protect: "tuple[tuple[str, str], ...]" = (),
         overlays: "tuple[str, ...]" = (),
+        binds: "tuple[Bind, ...]" = (),
+        private: "tuple[tuple[str, str], ...]" = (),
+        pinned: "tuple[str, ...]" = (),
+        protect: "tuple[tuple[str, str], ...]" = (),
+        deny: "tuple[str, ...]" = (),
     ) -> None:
         self.skeleton = skeleton
         self.layers = layers
         self.writable = writable
         self.shm_mib = shm_mib
-        self.binds = binds
-        self.deny = deny
-        self.protect = protect
         self.overlays = overlays
+        self.binds = binds
+        self.private = private
+        self.pinned = pinned
+        self.protect = protect
+        self.deny = deny
 
 
 def plan(view: View) -> "list[Step]":
@@ -84,15 +90,18 @@ def plan(view: View) -> "list[Step]":
         steps += [["private", path, view.skeleton + path, {}] for path in PRIVATE]
     steps.append(["devices", "/dev", "", {"shm_mib": view.shm_mib}])
     steps.append(["proc", "/proc", "", {}])
-    binds = [["overlay", path, path, {"make": True}] for path in view.overlays]
-    binds += [
-        ["bind", b.target, b.source, {"writable": b.writable, "owner": b.owner, "make": True}] for b in view.binds
+    made = {"make": True}
+    groups: "list[list[Step]]" = [
+        [["overlay", path, path, made] for path in view.overlays],
+        [["bind", b.target, b.source, {"writable": b.writable, "owner": b.owner, **made}] for b in view.binds],
+        [["bind", target, source, {"writable": True, "owner": True, **made}] for source, target in view.private],
+        [["pin", target, "", {}] for target in view.pinned],
+        # Last, so that nothing uncovers them.
+        [["bind", target, source, {"writable": False, "owner": True}] for source, target in view.protect],
+        [["mask", path, "", {}] for path in view.deny],
     ]
-    steps += sorted(binds, key=lambda step: step[1].count("/") if step[1] != "/" else 0)
-    # Last, so that nothing uncovers them; parents before children, so that a child's mount is not hidden by its parent's.
-    late = [["bind", target, source, {"writable": False}] for source, target in view.protect]
-    late += [["mask", path, "", {}] for path in view.deny]
-    steps += sorted(late, key=lambda step: step[1].count("/"))
+    for group in groups:
+        steps += sorted(group, key=lambda step: step[1].rstrip("/").count("/"))
     return steps
 
 
@@ -273,6 +282,10 @@ class Builder:
         # look and mount changes nothing. tests/security/test_files.py::test_swapped_bind_source
         self.idmap(source, self.inside(target), user_fd, attributes, recursive=True)
 
+    def do_pin(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
+        path = self.inside(target)
+        syscalls.mount(path, path, None, _BIND)
+
     def lower(self, source: str, target: str) -> None:
         attributes = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
         self.idmap(source, target, self.user_fd, attributes)
@@ -302,21 +315,25 @@ class Builder:
         if not options.get("make") or os.path.lexists(path):
             return
         directory = os.path.isdir(source)
+        root = os.open(self.stage.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         if not self.rootless:
-            # What is made in the sandbox's root must be owned by the sandbox's own root.
+            # What is made in the sandbox's root must be owned by the sandbox's own root; by descriptor, because that
+            # root may not walk the path to the stage.
             syscalls.setfsgid(self.guest_gid)
             syscalls.setfsuid(self.guest_uid)
         try:
-            for missing in _missing_parents(os.path.dirname(path)):
-                os.mkdir(missing, 0o755)
+            for missing in _missing_parents(root, os.path.dirname(target)):
+                os.mkdir(missing, 0o755, dir_fd=root)
+            name = target.lstrip("/")
             if directory:
-                os.mkdir(path, 0o755)
+                os.mkdir(name, 0o755, dir_fd=root)
             else:
-                os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_EXCL, 0o644))
+                os.close(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_EXCL, 0o644, dir_fd=root))
         finally:
             if not self.rootless:
                 syscalls.setfsuid(0)
                 syscalls.setfsgid(0)
+            os.close(root)
 
 
 def pivot(root: str) -> None:
@@ -329,11 +346,17 @@ def pivot(root: str) -> None:
     os.chdir("/")
 
 
-def _missing_parents(path: str) -> list[str]:
-    missing: list[str] = []
-    while not os.path.lexists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
+def _missing_parents(root: int, path: str) -> "list[str]":
+    """The directories on the way to `path` that are not there, outermost first, relative to the descriptor `root`."""
+    missing = []
+    relative = path.strip("/")
+    while relative:
+        try:
+            os.stat(relative, dir_fd=root, follow_symlinks=False)
+            break
+        except FileNotFoundError:
+            missing.append(relative)
+        relative = os.path.dirname(relative)
     return missing[::-1]
 
 

@@ -7,6 +7,7 @@ makes them. Called by the drivers' owner before a sandbox starts and after its l
 """
 
 from cloche.workspaces.description import Applied, Bind, Change, Prepared, Report, lost
+from cloche.workspaces.lending import LocalWorkspaces
 from cloche.workspaces.overlays import apply, diff
 from cloche.workspaces.session import finish, prepare, sweep
 
@@ -14,6 +15,7 @@ __all__ = [
     "Applied",
     "Bind",
     "Change",
+    "LocalWorkspaces",
     "Prepared",
     "Report",
     "apply",
