@@ -1,48 +1,124 @@
 """Cloche: a glass bell for the code that AI agents write.
 
-The public names, resolved on first use so that a command pays only for what it touches.
+The public names, resolved on first use so that a command pays only for what it touches. They are listed three times: for
+type checkers, for `import *`, and with their homes for `__getattr__`; tests/sdk/test_public_names.py compares.
 """
+
+TYPE_CHECKING = False  # what `typing` calls it; importing `typing` would cost a command more than all of this
+if TYPE_CHECKING:
+    from cloche.errors import (
+        CapacityExceeded,
+        ClocheError,
+        CommandFailed,
+        Conflict,
+        InternalError,
+        InvalidInput,
+        NotFound,
+        NotSupported,
+        PolicyRefused,
+        SandboxError,
+        SandboxLost,
+        ServerUnavailable,
+    )
+    from cloche.model import (
+        CodeError,
+        CodeResult,
+        ContextInfo,
+        Denial,
+        Denied,
+        ExecResult,
+        ExecutionInfo,
+        Exited,
+        FileEvent,
+        FileInfo,
+        Isolation,
+        Limit,
+        Output,
+        SandboxInfo,
+        SandboxUsage,
+        StreamEvent,
+        Truncated,
+    )
+    from cloche.policy import Policy
+    from cloche.sdk.sandboxes import (
+        AsyncContext,
+        AsyncProcess,
+        AsyncSandbox,
+    )
+    from cloche.sdk.sync import (
+        Context,
+        Process,
+        Sandbox,
+        run,
+    )
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AsyncSandbox": "cloche.sdk.sandboxes",
-    "ClocheError": "cloche.errors",
-    "CodeResult": "cloche.model",
-    "CommandFailed": "cloche.errors",
-    "Denial": "cloche.model",
-    "ExecResult": "cloche.model",
-    "FileInfo": "cloche.model",
-    "Policy": "cloche.policy",
-    "Sandbox": "cloche.sdk.sync",
-    "SandboxInfo": "cloche.model",
-    "run": "cloche.sdk.sync",
-}
-
 __all__ = [
+    "AsyncContext",
+    "AsyncProcess",
     "AsyncSandbox",
+    "CapacityExceeded",
     "ClocheError",
+    "CodeError",
     "CodeResult",
     "CommandFailed",
+    "Conflict",
+    "Context",
+    "ContextInfo",
     "Denial",
+    "Denied",
     "ExecResult",
+    "ExecutionInfo",
+    "Exited",
+    "FileEvent",
     "FileInfo",
+    "InternalError",
+    "InvalidInput",
+    "Isolation",
+    "Limit",
+    "NotFound",
+    "NotSupported",
+    "Output",
     "Policy",
+    "PolicyRefused",
+    "Process",
     "Sandbox",
+    "SandboxError",
     "SandboxInfo",
+    "SandboxLost",
+    "SandboxUsage",
+    "ServerUnavailable",
+    "StreamEvent",
+    "Truncated",
     "run",
 ]
 
+_HOMES = {
+    "cloche.errors": (
+        "CapacityExceeded ClocheError CommandFailed Conflict InternalError InvalidInput NotFound "
+        "NotSupported PolicyRefused SandboxError SandboxLost ServerUnavailable"
+    ),
+    "cloche.model": (
+        "CodeError CodeResult ContextInfo Denial Denied ExecResult ExecutionInfo Exited FileEvent "
+        "FileInfo Isolation Limit Output SandboxInfo SandboxUsage StreamEvent Truncated"
+    ),
+    "cloche.policy": "Policy",
+    "cloche.sdk.sandboxes": "AsyncContext AsyncProcess AsyncSandbox",
+    "cloche.sdk.sync": "Context Process Sandbox run",
+}
 
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+
+if not TYPE_CHECKING:  # a type checker that saw this would take every misspelt name for an object
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        for home, names in _HOMES.items():
+            if name in names.split():
+                value = globals()[name] = getattr(import_module(home), name)
+                return value
         raise AttributeError(f"module 'cloche' has no attribute {name!r}")
-    from importlib import import_module
-
-    value: object = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ A server that was named and does not answer is an error; only the unnamed socket
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from importlib import import_module
@@ -12,22 +13,36 @@ from importlib import import_module
 from cloche import errors, interfaces, settings
 from cloche.sdk import local, portal
 
-_backends: dict[tuple[int, str], interfaces.Backend] = {}
 
-
-async def connect(server: str | None) -> interfaces.Backend:
-    """Runs in the portal's loop; one backend per address."""
+async def connect(server: str | None, home: portal.Portal) -> interfaces.Backend:
+    """The backend of an address, one per portal. Runs in the portal's loop."""
     config = settings.load(os.environ)
     address = server or config.url
-    key = (os.getpid(), address or "")
-    if key in _backends and not getattr(_backends[key], "closed", False):
-        return _backends[key]
+    key = address or f"unix:{config.socket_path}"
+    while True:
+        # The task, not its outcome, is what is kept: callers that arrive together share one engine.
+        opening = home.backends.get(key)
+        if opening is None:
+            opening = home.backends[key] = home.loop.create_task(
+                _open(address, config, home), name=f"connect {key}"
+            )
+        try:
+            backend = await asyncio.shield(opening)
+        except Exception:
+            home.backends.pop(key, None)  # the next caller tries anew
+            raise
+        if not getattr(backend, "closed", False):
+            return backend
+        if home.backends.get(key) is opening:
+            del home.backends[key]  # the server went away; who asks now may find another
+
+
+async def _open(address: str | None, config: settings.Settings, home: portal.Portal) -> interfaces.Backend:
     if address is not None:
         backend = await _named(address)
     else:
         backend = await local.connect(config.socket_path, missing_ok=True) or _in_process()
-    _backends[key] = backend
-    portal.get().on_close(backend.aclose)
+    home.on_close(backend.aclose)
     return backend
 
 
@@ -37,17 +52,19 @@ async def _named(address: str) -> interfaces.Backend:
         assert found is not None
         return found
     raise errors.error(
-        "server_unavailable", f"{address!r} is not an address that this version can reach",
+        "server_unavailable",
+        f"{address!r} is not an address that this version can reach",
         hint="use unix:/path/to/cloche.sock, or unset CLOCHE_URL to run locally",
-    )  # fmt: skip
+    )
 
 
 def _in_process() -> interfaces.Backend:
     if sys.platform != "linux":
         raise errors.error(
-            "linux_only", f"sandboxes run on Linux only, and this is {sys.platform}",
+            "linux_only",
+            f"sandboxes run on Linux only, and this is {sys.platform}",
             hint="point CLOCHE_URL at a Cloche server",
-        )  # fmt: skip
+        )
     # By name, because clients do not depend on the engine: the one exemption in the import contract.
     backend: interfaces.Backend = import_module("cloche.wiring").make_engine(os.environ)
     return backend

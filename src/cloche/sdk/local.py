@@ -1,17 +1,25 @@
-"""A backend behind the keeper's unix socket: every method of the interface as one call on one connection."""
+"""A backend behind the keeper's unix socket: every method of the interface as one call on one connection.
+
+Who listens there must be us: a directory that somebody else may write to holds sockets of their choosing, and whoever
+answers gets our commands and files.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from cloche import __version__, errors, framing, interfaces, rpc
 
 _CHUNK = 1 << 18
+_GREETING_S = 10.0
 
 
 async def connect(path: str, *, missing_ok: bool) -> interfaces.Backend | None:
@@ -22,18 +30,33 @@ async def connect(path: str, *, missing_ok: bool) -> interfaces.Backend | None:
         if missing_ok:
             return None
         raise errors.error(
-            "server_unavailable", f"nothing answers at {path}: {problem.strerror}",
+            "server_unavailable",
+            f"nothing answers at {path}: {problem.strerror}",
             hint="start it with `cloche serve`, or unset CLOCHE_URL to run locally",
-        ) from None  # fmt: skip
+        ) from None
     backend = LocalBackend(path, reader, writer)
     try:
+        _check_peer(path, writer)
         await backend.greet()
     except errors.ClocheError:
         await backend.aclose()
         if missing_ok:
             return None
         raise
-    return backend
+    return cast(interfaces.Backend, backend)
+
+
+def _check_peer(path: str, writer: asyncio.StreamWriter) -> None:
+    peer: socket.socket = writer.get_extra_info("socket")
+    uid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[
+        1
+    ]
+    if uid != os.geteuid():
+        raise errors.error(
+            "peer_refused",
+            f"the server at {path} runs as uid {uid}, not as {os.geteuid()}",
+            hint="set CLOCHE_HOME to a directory of your own",
+        )
 
 
 class LocalBackend:
@@ -48,13 +71,17 @@ class LocalBackend:
         self._task = asyncio.get_running_loop().create_task(self._read(reader), name=f"read {path}")
 
     async def greet(self) -> None:
-        answer = await self._call("hello", {"version": __version__})
+        try:
+            answer = await asyncio.wait_for(self._call("hello", {"version": __version__}), _GREETING_S)
+        except TimeoutError:
+            raise errors.error("server_unavailable", f"{self.where} accepts, but does not answer") from None
         found = msgspec.json.decode(answer)
         if found.get("protocol") != framing.PROTOCOL:
             raise errors.error(
-                "server_version_mismatch", f"the server speaks protocol {found.get('protocol')}, this client {framing.PROTOCOL}",
+                "server_version_mismatch",
+                f"the server speaks protocol {found.get('protocol')}, this client {framing.PROTOCOL}",
                 hint="restart it: `cloche gc --restart`",
-            )  # fmt: skip
+            )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = rpc.methods().get(name)
@@ -128,7 +155,11 @@ class LocalBackend:
 
     def _end(self) -> None:
         self.closed = True
-        lost = errors.error("connection_lost", f"the connection to {self.where} ended", hint="its sandboxes are gone; create anew")
+        lost = errors.error(
+            "connection_lost",
+            f"the connection to {self.where} ended",
+            hint="its sandboxes are gone; create anew",
+        )
         for queue in self._waiting.values():
             queue.put_nowait((framing.ERROR, msgspec.json.encode(lost.to_dict())))
 

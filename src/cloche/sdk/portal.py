@@ -2,6 +2,12 @@
 
 Synchronous callers wait for it; asynchronous callers, in whatever loop, await it. So a notebook's running loop, threads
 and several loops all share one engine, and nothing has to be closed with a loop.
+
+A call costs one wake-up of the loop and one of the caller. `run` is written for that: a bare lock instead of a
+`concurrent.futures.Future`, whose condition variable and chained callbacks cost as much again.
+
+A fork copies the memory but not the thread. The child's copy is dropped at once, so that new work gets a new portal,
+and every handle remembers its portal, so that an old one is recognised by its pid: `used_after_fork`.
 """
 
 from __future__ import annotations
@@ -12,19 +18,27 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
-from cloche import errors
+from cloche import errors, interfaces
 
 T = TypeVar("T")
 _END: Any = object()
+_CANCEL_S = 10.0  # how long an interrupted caller waits for its work to unwind
+_CLOSE_S = 10.0
 
 
 class Portal:
+    """A loop in a thread, and the backends that live in it."""
+
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
+        self.backends: dict[str, asyncio.Task[interfaces.Backend]] = {}
+        """By address; only the loop's own thread touches it."""
         self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="cloche", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -32,33 +46,52 @@ class Portal:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        # What is still under way gets to know, so that no caller waits for ever.
+        rest = asyncio.all_tasks(self.loop)
+        for task in rest:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the portal's own thread, which must never wait for itself."""
+        return threading.current_thread() is self._thread
+
+    def check(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Refuse work that nobody would do. It is closed, so that it does not warn of never being awaited."""
         if os.getpid() != self.pid:
             work.close()
             raise errors.error(
-                "used_after_fork", "this sandbox was made before the process forked",
+                "used_after_fork",
+                "this sandbox was made before the process forked",
                 hint="create sandboxes in the child, or use the 'spawn' start method",
-            )  # fmt: skip
+            )
+        if self._closed:
+            work.close()
+            raise errors.error("server_unavailable", "the process is ending; its sandboxes are gone")
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        self.check(work)
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def on_close(self, closer: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._closers.append(closer)
 
     def close(self) -> None:
-        """At exit: end what lives here in order, so that nothing is left for a sweeper."""
-        if os.getpid() != self.pid or not self.loop.is_running():
+        """At exit: end what lives here in order, so that nothing is left for a sweeper. Twice is harmless."""
+        if os.getpid() != self.pid or self._closed:
             return
         for closer in self._closers:
             try:
-                self.submit(closer()).result(timeout=10)
+                self.submit(closer()).result(timeout=_CLOSE_S)
             except Exception:
                 continue  # going away anyway; the kernel ends what is left
-        self._closers.clear()
+        self._closed = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=2)
-        if not self.loop.is_running():
-            self.loop.close()
+        atexit.unregister(self.close)
 
 
 _portal: Portal | None = None
@@ -74,50 +107,144 @@ def get() -> Portal:
         return _portal
 
 
-def run(work: Coroutine[Any, Any, T], portal: Portal | None = None) -> T:
+def close() -> None:
+    """End every backend of this process; the next use starts anew."""
+    global _portal
+    with _lock:
+        closing, _portal = _portal, None
+    if closing is not None:
+        closing.close()
+
+
+def _forget_after_fork() -> None:
+    # Another thread may have held the lock at the fork, and it does not exist in the child to release it.
+    global _portal, _lock
+    _portal, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+# ── for synchronous callers ────────────────────────────────────────────────────────────────────────
+
+
+class _Call(Generic[T]):
+    """Work on its way through the portal, and the caller that waits for it."""
+
+    __slots__ = ("_done", "_error", "_home", "_result", "_task", "_work")
+
+    def __init__(self, work: Coroutine[Any, Any, T], home: Portal) -> None:
+        self._work = work
+        self._home = home
+        self._task: asyncio.Task[None] | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def wait(self) -> T:
+        try:
+            self._home.loop.call_soon_threadsafe(self._start)
+            self._done.acquire()
+        except BaseException:
+            self._abandon()
+            raise
+        if self._error is not None:
+            raise self._error
+        result: T = self._result
+        return result
+
+    def _start(self) -> None:
+        self._task = self._home.loop.create_task(self._perform())
+
+    async def _perform(self) -> None:
+        # Within the task rather than by a callback of it, which would cost the loop another turn.
+        try:
+            self._result = await self._work
+        except BaseException as problem:
+            self._error = problem
+        finally:
+            self._task = None  # the error's traceback leads here: no cycle for the collector
+            self._done.release()
+
+    def _abandon(self) -> None:
+        """The caller was interrupted (^C): cancel the work and wait until it has unwound, or for a second ^C."""
+        self._home.loop.call_soon_threadsafe(self._cancel)
+        self._done.acquire(timeout=_CANCEL_S)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def run(work: Coroutine[Any, Any, T], home: Portal | None = None) -> T:
     """Wait for work in the portal's loop; an interrupt (^C) cancels it there."""
-    future = (portal or get()).submit(work)
+    home = home or get()
+    home.check(work)
+    if home.is_here:
+        work.close()
+        raise RuntimeError("a callback of Cloche used a blocking method; use the asynchronous handles there")
+    return _Call(work, home).wait()
+
+
+def iterate(source: AsyncIterator[T], home: Portal | None = None) -> Iterator[T]:
+    """The items of an iterator that lives in the portal. Leaving early closes it there."""
+    home = home or get()
+    stream = _Stream(source)
     try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+        while (item := run(stream.next(), home)) is not _END:
+            yield item
+    finally:
+        _leave(stream, home)
 
 
-async def bridge(work: Coroutine[Any, Any, T], portal: Portal | None = None) -> T:
+def _leave(stream: _Stream[Any], home: Portal) -> None:
+    # A generator may be finalised anywhere: in a forked child, at exit, or by the collector in the portal's own thread.
+    with suppress(errors.ClocheError):
+        if home.is_here:
+            home.submit(stream.finish())
+        else:
+            run(stream.finish(), home)
+
+
+# ── for asynchronous callers ───────────────────────────────────────────────────────────────────────
+
+
+async def bridge(work: Coroutine[Any, Any, T], home: Portal | None = None) -> T:
     """Await work of the portal's loop from any loop."""
-    home = portal or get()
+    home = home or get()
     if asyncio.get_running_loop() is home.loop:
         return await work
     return await asyncio.wrap_future(home.submit(work))
 
 
-def iterate(source: AsyncIterator[T], portal: Portal | None = None) -> Iterator[T]:
-    home = portal or get()
+async def bridge_iterator(source: AsyncIterator[T], home: Portal | None = None) -> AsyncIterator[T]:
+    home = home or get()
+    stream = _Stream(source)
     try:
-        while (item := run(_next(source), home)) is not _END:
+        while (item := await bridge(stream.next(), home)) is not _END:
             yield item
     finally:
-        run(_finish(source), home)
+        with suppress(errors.ClocheError):
+            await bridge(stream.finish(), home)
 
 
-async def bridge_iterator(source: AsyncIterator[T], portal: Portal | None = None) -> AsyncIterator[T]:
-    home = portal or get()
-    try:
-        while (item := await bridge(_next(source), home)) is not _END:
-            yield item
-    finally:
-        await bridge(_finish(source), home)
+class _Stream(Generic[T]):
+    """An iterator in the portal, one step at a time: whoever was cancelled in `next` has unwound before `finish`."""
 
+    def __init__(self, source: AsyncIterator[T]) -> None:
+        self._source = source
+        self._turn = asyncio.Lock()
 
-async def _next(source: AsyncIterator[T]) -> T:
-    try:
-        return await anext(source)
-    except StopAsyncIteration:
-        return _END  # type: ignore[no-any-return]
+    async def next(self) -> T:
+        async with self._turn:
+            try:
+                return await anext(self._source)
+            except StopAsyncIteration:
+                return _END  # type: ignore[no-any-return]
 
-
-async def _finish(source: AsyncIterator[T]) -> None:
-    close = getattr(source, "aclose", None)
-    if close is not None:
-        await close()
+    async def finish(self) -> None:
+        async with self._turn:
+            close = getattr(self._source, "aclose", None)
+            if close is not None:
+                await close()

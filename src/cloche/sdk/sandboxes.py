@@ -1,17 +1,55 @@
-"""The asynchronous handles. `sync.py` is generated from this file; keep methods thin and annotated."""
+"""The asynchronous handles: thin, annotated, and the only ones written by hand.
+
+A handle is a backend, the portal it lives in and an id; every method is one call of the backend, made in the portal's
+loop. `sync.py` is generated from this file (`scripts/generate_sync`): keep a method's work in the method, a sub-handle a
+property, and `list` last in its class, because after it the name means the method in annotations.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 
-from cloche import errors, interfaces, model
+from cloche import errors, interfaces, model, rpc, settings
 from cloche.policy import Policy
 from cloche.sdk import connecting, portal
 
 T = TypeVar("T")
+
+
+Timeout = float | None | Literal["default"]
+"""Seconds, None for without end, or what the settings say."""
+
+
+class Shape(TypedDict, total=False):
+    """The constructor's arguments but `timeout_s`, for whoever passes them on."""
+
+    profile: str | None
+    template: str | None
+    env: dict[str, str] | None
+    memory_mib: int | None
+    cpus: float | None
+    pids: int | None
+    disk_mib: int | None
+    idle_timeout_s: Timeout
+    workspace: str | None
+    overlay: bool
+    name: str | None
+    labels: dict[str, str] | None
+    policy: Policy | None
+    minimum_isolation: model.Level | None
+    driver: str | None
+    stay: bool
+    server: str | None
+
+
+class Options(Shape, total=False):
+    """The constructor's arguments."""
+
+    timeout_s: Timeout
 
 
 class Handle:
@@ -28,19 +66,32 @@ class Handle:
     def _each(self, source: AsyncIterator[T]) -> AsyncIterator[T]:
         return portal.bridge_iterator(source, self._home)
 
+    def _shown(self) -> str:
+        return self._id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._shown()}>"
+
 
 class AsyncProcess(Handle):
     """A command that was started: its streams, its terminal, its end."""
 
-    def __init__(self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str, execution: model.ExecutionInfo) -> None:
+    def __init__(
+        self,
+        backend: interfaces.Backend,
+        home: portal.Portal,
+        sandbox_id: str,
+        execution: model.ExecutionInfo,
+    ) -> None:
         super().__init__(backend, home, sandbox_id)
         self._info = execution
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._info.id} pid={self._info.pid}>"
+    def _shown(self) -> str:
+        return f"{self._info.id} pid={self._info.pid}"
 
     @property
     def id(self) -> str:
+        """The execution's id, good for `processes.get` from anywhere."""
         return self._info.id
 
     @property
@@ -50,11 +101,11 @@ class AsyncProcess(Handle):
 
     async def write(self, data: bytes | str) -> None:
         """Write to the command's input, or type on its terminal."""
-        raw = data.encode() if isinstance(data, str) else data
+        raw = data.encode() if isinstance(data, str) else bytes(data)
         await self._do(self._backend.write_stdin(self._id, self.id, raw))
 
     async def close_stdin(self) -> None:
-        """End the command's input."""
+        """End the command's input; on a terminal, type the end-of-file character."""
         await self._do(self._backend.write_stdin(self._id, self.id, b"", True))
 
     async def resize(self, columns: int, rows: int) -> None:
@@ -66,18 +117,22 @@ class AsyncProcess(Handle):
         await self._do(self._backend.signal(self._id, self.id, number))
 
     async def kill(self) -> None:
-        """End the command and everything it started."""
+        """End the command and everything it started; harmless if it has ended by itself."""
         try:
             await self._do(self._backend.signal(self._id, self.id, 9, True))
         except errors.Conflict:
-            return  # it had ended by itself
+            return
 
     async def wait(self) -> model.ExecResult:
         """The result, when the command has ended."""
         return await self._do(self._backend.wait(self._id, self.id))
 
     async def stream(self, after: int = 0) -> AsyncIterator[model.StreamEvent]:
-        """What the command writes, from cursor `after` on; may be called again to re-attach."""
+        """What the command writes, from cursor `after` on; the last event is `Exited`.
+
+        An event's cursor is its `seq`: to re-attach, call again with the last one seen plus 1. Leaving early stops
+        nothing; the command goes on.
+        """
         async for event in self._each(self._backend.attach(self._id, self.id, after)):
             yield event
 
@@ -85,16 +140,23 @@ class AsyncProcess(Handle):
 class AsyncProcesses(Handle):
     """The commands of a sandbox."""
 
-    async def list(self) -> list[model.ExecutionInfo]:
-        """Live ones and those that ended a while ago."""
-        return await self._do(self._backend.executions(self._id))
-
     async def get(self, execution: str) -> AsyncProcess:
-        """A handle of a command that was started before, perhaps by another program."""
+        """A handle of a command that was started before, perhaps by another program, or went to the background.
+
+        `execution` is `AsyncProcess.id`, or `ExecResult.process` of an `exec` that met its `background_after_s`.
+        """
         for info in await self._do(self._backend.executions(self._id)):
             if info.id == execution:
                 return AsyncProcess(self._backend, self._home, self._id, info)
-        raise errors.error("execution_not_found", f"there is no execution {execution!r}")
+        raise errors.error(
+            "execution_not_found",
+            f"sandbox {self._id} has no execution {execution!r}",
+            hint="list them; finished ones are kept for a while only",
+        )
+
+    async def list(self) -> list[model.ExecutionInfo]:
+        """Live ones and those that ended a while ago, the oldest first."""
+        return await self._do(self._backend.executions(self._id))
 
 
 class AsyncFiles(Handle):
@@ -106,35 +168,44 @@ class AsyncFiles(Handle):
     @overload
     async def read(self, path: str, *, format: Literal["bytes"], user: str = "user") -> bytes: ...
 
-    async def read(self, path: str, *, format: Literal["text", "bytes"] = "text", user: str = "user") -> str | bytes:
-        """A file's whole content; `not_text` if it is read as text and is not UTF-8."""
+    @overload
+    async def read(
+        self, path: str, *, format: Literal["stream"], user: str = "user"
+    ) -> AsyncIterator[bytes]: ...
+
+    async def read(
+        self, path: str, *, format: Literal["text", "bytes", "stream"] = "text", user: str = "user"
+    ) -> str | bytes | AsyncIterator[bytes]:
+        """A file's content: as text (`not_text` if it is not UTF-8), as bytes, or in pieces for a file of any size."""
+        if format == "stream":
+            return self._each(self._backend.read_file_stream(self._id, path, user))
+        if format not in ("text", "bytes"):
+            raise errors.error(
+                "argument_invalid", f"the format is {format!r}", hint="use 'text', 'bytes' or 'stream'"
+            )
         data = await self._do(self._backend.read_file(self._id, path, user))
         if format == "bytes":
             return data
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise errors.error("not_text", f"{path} is not UTF-8 text", hint='read it with format="bytes"') from None
+            raise errors.error(
+                "not_text", f"{path} is not UTF-8 text", hint='read it with format="bytes"'
+            ) from None
 
-    async def read_stream(self, path: str, *, user: str = "user") -> AsyncIterator[bytes]:
-        """A file's content in pieces, for files of any size."""
-        async for data in self._each(self._backend.read_file_stream(self._id, path, user)):
-            yield data
-
-    async def write(self, path: str, data: str | bytes, *, mode: int | None = None, user: str = "user") -> model.FileInfo:
-        """Replace a file, atomically, making missing directories."""
+    async def write(
+        self, path: str, data: str | bytes, *, mode: int | None = None, user: str = "user"
+    ) -> model.FileInfo:
+        """Replace a file, atomically, making missing directories. Its mode stays, unless one is given."""
         raw = data.encode() if isinstance(data, str) else bytes(data)
         return await self._do(self._backend.write_file(self._id, path, raw, user, mode))
-
-    async def list(self, path: str = ".", *, depth: int = 1, user: str = "user") -> list[model.FileInfo]:
-        """A directory's entries, by name."""
-        return await self._do(self._backend.list_files(self._id, path, depth, user))
 
     async def stat(self, path: str, *, user: str = "user") -> model.FileInfo:
         """One entry; a symlink is not followed."""
         return await self._do(self._backend.stat_file(self._id, path, user))
 
     async def exists(self, path: str, *, user: str = "user") -> bool:
+        """Whether there is such an entry, be it a dangling symlink."""
         try:
             await self._do(self._backend.stat_file(self._id, path, user))
         except errors.NotFound as problem:
@@ -144,17 +215,21 @@ class AsyncFiles(Handle):
         return True
 
     async def move(self, path: str, target: str, *, overwrite: bool = True, user: str = "user") -> None:
+        """Rename a file or directory, making missing directories above the target."""
         await self._do(self._backend.move_file(self._id, path, target, overwrite, user))
 
     async def remove(self, path: str, *, recursive: bool = False, user: str = "user") -> None:
+        """Remove a file, an empty directory or, with `recursive`, a tree."""
         await self._do(self._backend.remove_file(self._id, path, recursive, user))
 
     async def make_dir(self, path: str, *, user: str = "user") -> bool:
         """Make a directory and its parents; False if it was there."""
         return await self._do(self._backend.make_dir(self._id, path, user))
 
-    async def watch(self, path: str = ".", *, recursive: bool = False, user: str = "user") -> AsyncIterator[model.FileEvent]:
-        """Changes beneath a directory, as they happen."""
+    async def watch(
+        self, path: str = ".", *, recursive: bool = False, user: str = "user"
+    ) -> AsyncIterator[model.FileEvent]:
+        """Changes beneath a directory, as they happen; ends with the sandbox, or when you leave."""
         async for event in self._each(self._backend.watch_files(self._id, path, recursive, user)):
             yield event
 
@@ -163,30 +238,41 @@ class AsyncFiles(Handle):
         return await self._do(self._backend.upload_tree(self._id, path, archive, user))
 
     async def download(self, path: str = ".", *, user: str = "user") -> bytes:
-        """A directory as a tar."""
+        """A directory (or one file) as a tar. Its names come from inside: unpack it with `filter="data"`."""
         return await self._do(self._backend.download_tree(self._id, path, user))
+
+    async def list(self, path: str = ".", *, depth: int = 1, user: str = "user") -> list[model.FileInfo]:
+        """A directory's entries, by name; with `depth`, those of so many levels."""
+        return await self._do(self._backend.list_files(self._id, path, depth, user))
 
 
 class AsyncContext(Handle):
     """A stateful interpreter inside the sandbox."""
 
-    def __init__(self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str, info: model.ContextInfo) -> None:
+    def __init__(
+        self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str, info: model.ContextInfo
+    ) -> None:
         super().__init__(backend, home, sandbox_id)
         self._info = info
 
+    def _shown(self) -> str:
+        return f"{self._info.id} {self._info.language}"
+
     @property
     def id(self) -> str:
+        """The context's id."""
         return self._info.id
 
     @property
     def language(self) -> str:
+        """`python` or `bash`."""
         return self._info.language
 
-    async def run(self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None) -> model.CodeResult:
-        """Run code; its own error is part of the result."""
-        return await self._do(
-            self._backend.run_code(self._id, code, self.id, self.language, env, timeout_s)
-        )
+    async def run(
+        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> model.CodeResult:
+        """Run code; its own error is part of the result. Runs of one context queue up."""
+        return await self._do(self._backend.run_code(self._id, code, self.id, self.language, env, timeout_s))
 
     async def interrupt(self) -> None:
         """Interrupt what runs; the context and its state stay."""
@@ -197,6 +283,7 @@ class AsyncContext(Handle):
         await self._do(self._backend.restart_context(self._id, self.id))
 
     async def delete(self) -> None:
+        """End the interpreter."""
         await self._do(self._backend.delete_context(self._id, self.id))
 
 
@@ -204,84 +291,93 @@ class AsyncContexts(Handle):
     """The code contexts of a sandbox."""
 
     async def create(self, language: str = "python", *, cwd: str | None = None) -> AsyncContext:
+        """A fresh interpreter (`python` or `bash`), beside any others."""
         info = await self._do(self._backend.create_context(self._id, language, cwd))
         return AsyncContext(self._backend, self._home, self._id, info)
 
     async def list(self) -> list[model.ContextInfo]:
+        """The live contexts, the default ones included."""
         return await self._do(self._backend.contexts(self._id))
 
 
 class AsyncSandbox(Handle):
-    """One sandbox. `await AsyncSandbox.create(...)`, or `async with AsyncSandbox(...) as box`."""
+    """One sandbox. `await AsyncSandbox.create(...)`, or `async with AsyncSandbox(...) as box`, which deletes it.
+
+    What is left out is the settings' default: profile `moderate`, template `base`, 512 MiB of memory, 1 processor, 256
+    processes, 1024 MiB of disk, a life of 300 s and no idle limit, unless the owner of this machine chose otherwise.
+    """
 
     def __init__(
         self,
         *,
-        profile: str = "moderate",
-        template: str = "base",
+        profile: str | None = None,
+        template: str | None = None,
         env: dict[str, str] | None = None,
-        memory_mib: int = 512,
-        cpus: float = 1,
-        pids: int = 256,
-        disk_mib: int = 1024,
-        timeout_s: float | None = 300,
-        idle_timeout_s: float | None = None,
+        memory_mib: int | None = None,
+        cpus: float | None = None,
+        pids: int | None = None,
+        disk_mib: int | None = None,
+        timeout_s: Timeout = "default",
+        idle_timeout_s: Timeout = "default",
         workspace: str | None = None,
         overlay: bool = False,
         name: str | None = None,
         labels: dict[str, str] | None = None,
         policy: Policy | None = None,
-        minimum_isolation: model.Level = "namespaces",
+        minimum_isolation: model.Level | None = None,
         driver: str | None = None,
         stay: bool = False,
         server: str | None = None,
     ) -> None:
-        self._spec = model.SandboxSpec(
-            name=name, template=template, profile=profile, env=env or {},
-            resources=model.Resources(memory_mib=memory_mib, cpus=cpus, pids=pids, disk_mib=disk_mib),
-            timeout_s=timeout_s, idle_timeout_s=idle_timeout_s, workspace=workspace, overlay=overlay,
-            minimum_isolation=minimum_isolation, driver=driver, labels=labels or {}, stay=stay,
-            policy=msgspec.to_builtins(policy) if policy is not None else {},
-        )  # fmt: skip
+        resources = {"memory_mib": memory_mib, "cpus": cpus, "pids": pids, "disk_mib": disk_mib}
+        said = {
+            "name": name,
+            "template": template,
+            "profile": profile,
+            "env": env,
+            "resources": {field: value for field, value in resources.items() if value is not None},
+            "workspace": workspace,
+            "overlay": overlay,
+            "minimum_isolation": minimum_isolation,
+            "driver": driver,
+            "labels": labels,
+            "policy": None if policy is None else msgspec.to_builtins(policy),
+            "stay": stay,
+        }
+        times = {"timeout_s": timeout_s, "idle_timeout_s": idle_timeout_s}
+        self._said = {field: value for field, value in said.items() if value is not None}
+        self._said |= {field: value for field, value in times.items() if value != "default"}
         self._server = server
 
     @classmethod
-    async def create(cls, **arguments: Any) -> AsyncSandbox:
+    async def create(cls, **options: Unpack[Options]) -> AsyncSandbox:
         """A running sandbox; the arguments are the constructor's."""
-        return await cls(**arguments).open()
+        return await cls(**options)._open()
 
     @classmethod
     async def get(cls, sandbox: str, *, server: str | None = None) -> AsyncSandbox:
         """A handle of a sandbox that exists, by id or name."""
         home = portal.get()
-        backend = await portal.bridge(connecting.connect(server), home)
-        info = await portal.bridge(backend.info(sandbox), home)
+        backend, info = await portal.bridge(_find(sandbox, server, home), home)
         handle = cls.__new__(cls)
         handle._adopt(backend, home, info.id)
         return handle
 
-    @classmethod
-    async def list(cls, *, server: str | None = None) -> list[model.SandboxInfo]:
-        """The live sandboxes of the backend."""
+    async def _open(self) -> AsyncSandbox:
         home = portal.get()
-        backend = await portal.bridge(connecting.connect(server), home)
-        return await portal.bridge(backend.list(), home)
-
-    async def open(self) -> AsyncSandbox:
-        """Create the sandbox that the constructor described."""
-        home = portal.get()
-        self._adopt(*await portal.bridge(_create(self._spec, self._server), home))
+        backend, info = await portal.bridge(_create(self._said, self._server, home), home)
+        self._adopt(backend, home, info.id)
         return self
 
     def _adopt(self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str) -> None:
         Handle.__init__(self, backend, home, sandbox_id)
-        self.files = AsyncFiles(backend, home, sandbox_id)
-        self.processes = AsyncProcesses(backend, home, sandbox_id)
-        self.contexts = AsyncContexts(backend, home, sandbox_id)
+        self._files = AsyncFiles(backend, home, sandbox_id)
+        self._processes = AsyncProcesses(backend, home, sandbox_id)
+        self._contexts = AsyncContexts(backend, home, sandbox_id)
 
     async def __aenter__(self) -> AsyncSandbox:
         if not hasattr(self, "_id"):
-            await self.open()
+            await self._open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -290,12 +386,28 @@ class AsyncSandbox(Handle):
         except (errors.NotFound, errors.SandboxLost):
             return  # it ended by itself
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {getattr(self, '_id', 'not created')}>"
+    def _shown(self) -> str:
+        return getattr(self, "_id", "not created")
 
     @property
     def id(self) -> str:
+        """Its id, good for `get` from anywhere that reaches the same server."""
         return self._id
+
+    @property
+    def files(self) -> AsyncFiles:
+        """Its files."""
+        return self._files
+
+    @property
+    def processes(self) -> AsyncProcesses:
+        """Its commands."""
+        return self._processes
+
+    @property
+    def contexts(self) -> AsyncContexts:
+        """Its code contexts."""
+        return self._contexts
 
     async def exec(
         self,
@@ -311,13 +423,25 @@ class AsyncSandbox(Handle):
         check: bool = False,
         output_limit: int | None = None,
     ) -> model.ExecResult:
-        """Run a command to its end: a string is a shell line, a list an argument vector."""
+        """Run a command to its end: a string is a shell line, a list an argument vector.
+
+        A failing command is a result; with `check` it raises `CommandFailed`, whose `result` is this one. Past
+        `timeout_s` the command and all it started is killed. Past `background_after_s` it goes on: the result has what
+        was written so far, no exit code, and `process`, to be used with `processes.get`.
+        """
         request = model.ExecRequest(
-            command=command, stdin=stdin.encode() if isinstance(stdin, str) else stdin, cwd=cwd, env=env or {},
-            timeout_s=timeout_s, background_after_s=background_after_s, user=user, merge=merge, output_limit=output_limit,
-        )  # fmt: skip
+            command=command,
+            stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+            cwd=cwd,
+            env=env or {},
+            timeout_s=timeout_s,
+            background_after_s=background_after_s,
+            user=user,
+            merge=merge,
+            output_limit=output_limit,
+        )
         result = await self._do(self._backend.exec(self._id, request))
-        if check and not result.ok:
+        if check and not result.ok and result.process is None:
             raise _command_failed(command, result)
         return result
 
@@ -332,14 +456,29 @@ class AsyncSandbox(Handle):
         user: str = "user",
         merge: bool = False,
     ) -> AsyncIterator[model.StreamEvent]:
-        """Run a command and yield what it writes as it writes it; the last event is `Exited`."""
+        """Run a command and yield what it writes as it writes it; the last event is `Exited`.
+
+        Leaving early ends the command, as nobody holds it any more; for one that goes on, use `start`.
+        """
         request = model.ExecRequest(
-            command=command, stdin=stdin.encode() if isinstance(stdin, str) else stdin, cwd=cwd, env=env or {},
-            timeout_s=timeout_s, user=user, merge=merge,
-        )  # fmt: skip
+            command=command,
+            stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+            cwd=cwd,
+            env=env or {},
+            timeout_s=timeout_s,
+            user=user,
+            merge=merge,
+        )
         info = await self._do(self._backend.start(self._id, request))
-        async for event in self._each(self._backend.attach(self._id, info.id)):
-            yield event
+        process = AsyncProcess(self._backend, self._home, self._id, info)
+        ended = False
+        try:
+            async for event in process.stream():
+                ended = isinstance(event, model.Exited)
+                yield event
+        finally:
+            if not ended:
+                await _abandon(process)
 
     async def start(
         self,
@@ -352,10 +491,17 @@ class AsyncSandbox(Handle):
         merge: bool = False,
         pty: bool | tuple[int, int] = False,
     ) -> AsyncProcess:
-        """Start a command with open input; with `pty`, on a terminal of 80x24 or the size given."""
+        """Start a command with open input; with `pty`, on a terminal of 80x24 or of the columns and rows given."""
         size = (80, 24) if pty is True else (pty or None)
         request = model.ExecRequest(
-            command=command, open_stdin=True, cwd=cwd, env=env or {}, timeout_s=timeout_s, user=user, merge=merge, pty=size
+            command=command,
+            open_stdin=True,
+            cwd=cwd,
+            env=env or {},
+            timeout_s=timeout_s,
+            user=user,
+            merge=merge,
+            pty=size,
         )
         info = await self._do(self._backend.start(self._id, request))
         return AsyncProcess(self._backend, self._home, self._id, info)
@@ -368,39 +514,88 @@ class AsyncSandbox(Handle):
         env: dict[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> model.CodeResult:
-        """Run code in the sandbox's default context, which keeps its state."""
+        """Run code in the language's default context, which keeps its state. The code's own error is no exception."""
         return await self._do(self._backend.run_code(self._id, code, None, language, env, timeout_s))
 
     async def info(self) -> model.SandboxInfo:
+        """What it is and how it is held: isolation, limits, warnings, when it ends. To look is not to use."""
         return await self._do(self._backend.info(self._id))
 
     async def usage(self) -> model.SandboxUsage:
+        """What it costs now, and has cost."""
         return await self._do(self._backend.usage(self._id))
 
     async def extend(self, timeout_s: float | None) -> model.SandboxInfo:
-        """Let it live `timeout_s` from now."""
+        """Let it live `timeout_s` from now; None is without end."""
         return await self._do(self._backend.extend(self._id, timeout_s))
 
     async def suspend(self, mode: Literal["pause"] = "pause") -> model.SandboxInfo:
         """Stop everything where it stands; whatever needs the sandbox wakes it."""
+        if mode != "pause":
+            raise errors.error("argument_invalid", f"the mode is {mode!r}", hint="use 'pause'")
         return await self._do(self._backend.suspend(self._id))
 
     async def resume(self) -> model.SandboxInfo:
+        """Let it go on."""
         return await self._do(self._backend.resume(self._id))
 
     async def events(self, after: int = 0) -> list[dict[str, Any]]:
-        """What happened to it, from cursor `after` on."""
+        """What happened to it, from cursor `after` (an event's `seq`) on."""
         return await self._do(self._backend.events(after, self._id))
 
     async def delete(self) -> None:
         """End it and everything in it."""
         await self._do(self._backend.delete(self._id))
 
+    @classmethod
+    async def list(cls, *, server: str | None = None) -> list[model.SandboxInfo]:
+        """The live sandboxes of the server, or of this process."""
+        home = portal.get()
+        return await portal.bridge(_list(server, home), home)
 
-async def _create(spec: model.SandboxSpec, server: str | None) -> tuple[interfaces.Backend, portal.Portal, str]:
+
+async def run(
+    command: str | list[str],
+    *,
+    stdin: bytes | str | None = None,
+    cwd: str | None = None,
+    timeout_s: float | None = None,
+    check: bool = False,
+    **shape: Unpack[Shape],
+) -> model.ExecResult:
+    """One command in a sandbox of its own, which lives as long as the command; the rest describes the sandbox."""
+    async with AsyncSandbox(timeout_s=None, **shape) as box:
+        return await box.exec(command, stdin=stdin, cwd=cwd, timeout_s=timeout_s, check=check)
+
+
+# ── in the portal's loop ───────────────────────────────────────────────────────────────────────────
+
+
+async def _create(
+    said: dict[str, Any], server: str | None, home: portal.Portal
+) -> tuple[interfaces.Backend, model.SandboxInfo]:
+    spec = rpc.complete(said, settings.load(os.environ).defaults)
     spec.check()
-    backend = await connecting.connect(server)
-    return backend, portal.get(), (await backend.create(spec)).id
+    backend = await connecting.connect(server, home)
+    return backend, await backend.create(spec)
+
+
+async def _find(
+    sandbox: str, server: str | None, home: portal.Portal
+) -> tuple[interfaces.Backend, model.SandboxInfo]:
+    backend = await connecting.connect(server, home)
+    return backend, await backend.info(sandbox)
+
+
+async def _list(server: str | None, home: portal.Portal) -> list[model.SandboxInfo]:
+    return await (await connecting.connect(server, home)).list()
+
+
+async def _abandon(process: AsyncProcess) -> None:
+    try:
+        await process.kill()
+    except errors.ClocheError:
+        return  # the sandbox went with it
 
 
 def _command_failed(command: str | list[str], result: model.ExecResult) -> errors.CommandFailed:
@@ -412,9 +607,3 @@ def _command_failed(command: str | list[str], result: model.ExecResult) -> error
     )
     made.result = result
     return made
-
-
-async def run(command: str | list[str], *, timeout_s: float | None = None, **sandbox: Any) -> model.ExecResult:
-    """One command in a sandbox of its own; the other arguments are `AsyncSandbox`'s."""
-    async with AsyncSandbox(**sandbox) as box:
-        return await box.exec(command, timeout_s=timeout_s)
