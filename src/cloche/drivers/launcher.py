@@ -284,7 +284,8 @@ def _enter_own_namespaces(rootless: bool) -> None:
         for name, text in (("uid_map", f"{USER} {uid} 1"), ("setgroups", "deny"), ("gid_map", f"{USER} {gid} 1")):
             with open("/proc/self/" + name, "w") as file:
                 file.write(text)
-    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID)
+    # A network of its own too: it needs none, and without privilege it could not return to the host's.
+    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNET)
     if os.fork():
         os._exit(0)  # the engine waits for this one, and knows the child by its socket
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)

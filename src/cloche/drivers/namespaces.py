@@ -244,6 +244,8 @@ class NamespacesDriver(interfaces.Driver):
             embryo.spawned.set_exception(
                 errors.error("capacity_exceeded", f"the launcher cannot take more work: {problem.strerror}", hint="try again")
             )
+            embryo.spawned.exception()  # an embryo that nobody waits for tells nobody
+            embryo.died("it was never made")
         finally:
             there.close()
         return embryo
@@ -318,9 +320,10 @@ class NamespacesDriver(interfaces.Driver):
         self._usual_disk_mib = mib
         template = ""
         if self.facts.loop_disks:
-            template = os.path.join(self._home, "images", f"disk-{mib}.ext4")
+            template = os.path.join(self._home, "images", f"disk-{mib}-1.ext4")
             if not os.path.exists(template):
-                loops.format_image(template, mib)
+                os.makedirs(os.path.dirname(template), mode=0o700, exist_ok=True)
+                loops.format_image(template, mib, mounts.DISK)
         return {"mib": mib, "template": template}
 
     def discard(self, group: cgroups.Group) -> None:

@@ -16,9 +16,10 @@ _CONFIG_SIZE = 4 + 4 + 232 + 64
 _ATTEMPTS = 64
 
 
-def format_image(path: str, mib: int) -> None:
-    """An empty ext4 of `mib` MiB at `path`, whole or not at all."""
+def format_image(path: str, mib: int, directories: "tuple[str, ...]" = ()) -> None:
+    """An ext4 of `mib` MiB at `path` with these directories in it, whole or not at all."""
     import subprocess  # only where an image is formatted, once per size and state directory
+    import tempfile
 
     mkfs = shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:/usr/bin:/bin") or "mkfs.ext4"
     temporary = f"{path}.{os.getpid()}"
@@ -27,8 +28,11 @@ def format_image(path: str, mib: int) -> None:
             os.fchmod(file.fileno(), 0o600)
             file.truncate(mib << 20)
         options = "lazy_itable_init=1,nodiscard,root_owner=0:0"
-        command = [mkfs, "-q", "-F", "-O", "^has_journal,^resize_inode", "-E", options, "-m", "0", temporary]
-        subprocess.run(command, check=True, capture_output=True)
+        with tempfile.TemporaryDirectory() as tree:
+            for directory in directories:
+                os.makedirs(f"{tree}/{directory}", mode=0o755)
+            command = [mkfs, "-q", "-F", "-O", "^has_journal,^resize_inode", "-E", options, "-m", "0", "-d", tree]
+            subprocess.run([*command, temporary], check=True, capture_output=True)
         os.rename(temporary, path)
     finally:
         if os.path.exists(temporary):

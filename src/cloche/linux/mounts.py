@@ -31,6 +31,7 @@ MASKED = (  # of /proc: what tells about the host, or other people's keys
     "kpagecount", "kpageflags", "kpagecgroup", "acpi", "scsi",
 )  # fmt: skip
 READ_ONLY = ("sys", "bus", "fs", "irq")  # of /proc
+DISK = tuple(f"u{n}/{part}" for n in range(4) for part in ("up", "work"))  # made with the disk, for the first overlays
 PRIVATE = ("/tmp", "/home/user", "/workspace", "/var/tmp")  # writable even where the root is not
 
 
@@ -227,11 +228,13 @@ class Builder:
         """
         info = os.stat(shape)
         path = f"{self.stage.path}/disk/{name}"
-        for part in (path, *(f"{path}/{part}" for part in parts)):
-            os.mkdir(part)
-            os.chmod(part, stat.S_IMODE(info.st_mode))
-            if not self.rootless:
-                os.chown(part, self.guest_uid + info.st_uid % 65536, self.guest_gid + info.st_gid % 65536)
+        if not os.path.isdir(path):
+            for part in ("", *(f"/{part}" for part in parts)):
+                os.mkdir(path + part, 0o755)
+        if stat.S_IMODE(info.st_mode) != 0o755:
+            os.chmod(path + "/up", stat.S_IMODE(info.st_mode))
+        if not self.rootless:
+            os.chown(path + "/up", self.guest_uid + info.st_uid % 65536, self.guest_gid + info.st_gid % 65536)
 
     def do_devices(self, target: str, _source: str, options: "dict[str, Any]") -> None:
         dev = self.inside(target)
