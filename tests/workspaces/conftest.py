@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,9 @@ from tests.workspaces import glass
 def home(tmp_path: Path) -> Path:
     path = tmp_path / "home"
     path.mkdir()
-    (path / ".gitconfig").write_text("[user]\n\tname = Ada\n\temail = ada@example.org\n[alias]\n\tst = status\n")
+    (path / ".gitconfig").write_text(
+        "[user]\n\tname = Ada\n\temail = ada@example.org\n[alias]\n\tst = status\n"
+    )
     return path
 
 
@@ -45,13 +48,20 @@ def prepare(tmp_path: Path, home: Path) -> Iterator[Callable[..., workspaces.Pre
     states.mkdir(mode=0o700)
     opened: list[str] = []
 
-    def open_session(directory: object, *, name: str = "one", rules: policy.Policy | None = None, **options: object):
+    def open_session(
+        directory: object, *, name: str = "one", rules: policy.Policy | None = None, **options: Any
+    ):
         state = states / name
         state.mkdir(mode=0o700, exist_ok=True)
         opened.append(str(state))
-        environment = {"PATH": os.environ["PATH"], **options.pop("environment", {})}  # type: ignore[dict-item]
+        environment = {"PATH": os.environ["PATH"], **options.pop("environment", {})}
         return workspaces.prepare(
-            str(directory), rules=rules or policy.Policy(), home=str(home), state=str(state), environment=environment, **options
+            str(directory),
+            rules=rules or policy.Policy(),
+            home=str(home),
+            state=str(state),
+            environment=environment,
+            **options,
         )
 
     yield open_session
@@ -67,7 +77,13 @@ def tree(tmp_path: Path) -> Callable[[Path], dict[str, bytes]]:
         found = {}
         for path in sorted(directory.rglob("*")):
             key = str(path.relative_to(directory))
-            found[key] = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b"/"
+            found[key] = (
+                os.readlink(path).encode()
+                if path.is_symlink()
+                else path.read_bytes()
+                if path.is_file()
+                else b"/"
+            )
         return found
 
     return look

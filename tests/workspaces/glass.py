@@ -22,7 +22,9 @@ class Ran(NamedTuple):
     output: str
 
 
-def run(prepared: workspaces.Prepared, line: str, *, shell: str = "/bin/bash", env: dict[str, str] | None = None) -> Ran:
+def run(
+    prepared: workspaces.Prepared, line: str, *, shell: str = "/bin/bash", env: dict[str, str] | None = None
+) -> Ran:
     """Run `line` in the workspace, everything on one stream."""
     read_end, write_end = os.pipe()
     pid = os.fork()
@@ -32,7 +34,11 @@ def run(prepared: workspaces.Prepared, line: str, *, shell: str = "/bin/bash", e
             os.dup2(write_end, 2)
             enter(prepared)
             os.chdir(prepared.cwd)
-            os.execve(shell, [shell, "-c", line], {"HOME": "/nonexistent", "LC_ALL": "C", **prepared.env, **(env or {})})
+            os.execve(
+                shell,
+                [shell, "-c", line],
+                {"HOME": "/nonexistent", "LC_ALL": "C", **prepared.env, **(env or {})},
+            )
         except BaseException:
             traceback.print_exc()
         finally:
@@ -64,7 +70,9 @@ def enter(prepared: workspaces.Prepared) -> None:
 
 
 def bind(source: str, target: str, *, writable: bool) -> None:
-    tree = syscalls.open_tree(syscalls.AT_FDCWD, source, syscalls.OPEN_TREE_CLONE | syscalls.AT_SYMLINK_NOFOLLOW)
+    tree = syscalls.open_tree(
+        syscalls.AT_FDCWD, source, syscalls.OPEN_TREE_CLONE | syscalls.AT_SYMLINK_NOFOLLOW
+    )
     if not writable:
         syscalls.mount_setattr(tree, "", syscalls.AT_EMPTY_PATH, set_attributes=syscalls.MOUNT_ATTR_RDONLY)
     syscalls.move_mount(tree, "", syscalls.AT_FDCWD, target, syscalls.MOVE_MOUNT_F_EMPTY_PATH)
@@ -73,8 +81,19 @@ def bind(source: str, target: str, *, writable: bool) -> None:
 
 def git(directory: str, *arguments: str, check: bool = True, env: dict[str, str] | None = None) -> str:
     """The host's git, as a user would run it."""
-    identity = {"GIT_AUTHOR_NAME": "h", "GIT_AUTHOR_EMAIL": "h@h", "GIT_COMMITTER_NAME": "h", "GIT_COMMITTER_EMAIL": "h@h"}
-    plain = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1", **identity, **(env or {})}
+    identity = {
+        "GIT_AUTHOR_NAME": "h",
+        "GIT_AUTHOR_EMAIL": "h@h",
+        "GIT_COMMITTER_NAME": "h",
+        "GIT_COMMITTER_EMAIL": "h@h",
+    }
+    plain = {
+        "PATH": os.environ["PATH"],
+        "HOME": "/nonexistent",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        **identity,
+        **(env or {}),
+    }
     done = subprocess.run(["git", *arguments], cwd=directory, env=plain, capture_output=True, text=True)
     if check and done.returncode:
         raise AssertionError(f"git {arguments}: {done.stderr}")

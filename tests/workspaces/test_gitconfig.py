@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from cloche.workspaces import gitconfig
 
 BASE = "[core]\n\tbare = false\n"
-REMOTE = '[remote "origin"]\n\turl = https://example.org/x.git\n\tfetch = +refs/heads/*:refs/remotes/origin/*\n'
+REMOTE = (
+    '[remote "origin"]\n\turl = https://example.org/x.git\n\tfetch = +refs/heads/*:refs/remotes/origin/*\n'
+)
 
 DANGEROUS = [
     "[core]\n\tfsmonitor = evil", "[core]\n\thooksPath = evil", "[core]\n\tsshCommand = evil", "[core]\n\tpager = evil",
@@ -43,7 +45,8 @@ def test_what_could_run_a_program_is_dropped_and_named(text: str) -> None:
 def test_a_new_repository_gets_no_more_than_that(text: str) -> None:
     merged = gitconfig.merge("", "", text + "\n", fresh=True)
     harmless = "worktree = ../x" in text
-    assert ("evil" not in merged.text) and (harmless or merged.text == "")
+    assert "evil" not in merged.text
+    assert harmless or merged.text == ""
 
 
 def test_a_broken_file_changes_nothing() -> None:
@@ -63,7 +66,8 @@ def test_where_the_host_changed_the_same_key_the_host_wins() -> None:
 def test_a_branch_may_follow_only_a_remote_that_is_accepted() -> None:
     now = BASE + '[remote "o"]\n\turl = ext::evil\n[branch "b"]\n\tremote = o\n\tmerge = refs/heads/b\n'
     merged = gitconfig.merge(BASE, BASE, now)
-    assert "ext::" not in merged.text and "remote = o" not in merged.text
+    assert "ext::" not in merged.text
+    assert "remote = o" not in merged.text
 
 
 def test_credentials_are_left_out_of_what_goes_in() -> None:
@@ -74,16 +78,22 @@ def test_credentials_are_left_out_of_what_goes_in() -> None:
         '[url "https://u:s3cret@x/"]\n\tinsteadOf = https://x/\n[sendemail]\n\tsmtpPass = s3cret\n'
     )
     shown, hidden = gitconfig.without_credentials(text)
-    assert "s3cret" not in shown and "s3cret" not in str(hidden)
-    assert "https://x/y.git" in shown and "ssh://git@x/y.git" in shown
+    assert "s3cret" not in shown
+    assert "s3cret" not in str(hidden)
+    assert "https://x/y.git" in shown
+    assert "ssh://git@x/y.git" in shown
     merged = gitconfig.merge(text, shown, shown + '[branch "b"]\n\tremote = o\n')
     assert merged.text == text + '[branch "b"]\n\tremote = o\n'
 
 
 def test_allowed_changes_touch_nothing_else() -> None:
-    host = "# mine\n[core]\n\tbare = false ; note\n[Branch \"main\"]\n\tremote = origin\n\n[alias]\n  x = !y\n"
+    host = '# mine\n[core]\n\tbare = false ; note\n[Branch "main"]\n\tremote = origin\n\n[alias]\n  x = !y\n'
     base = host
-    now = host + REMOTE + '[branch "topic"]\n\tremote = origin\n\tmerge = refs/heads/topic\n[submodule "s"]\n\tactive = true\n'
+    now = (
+        host
+        + REMOTE
+        + '[branch "topic"]\n\tremote = origin\n\tmerge = refs/heads/topic\n[submodule "s"]\n\tactive = true\n'
+    )
     merged = gitconfig.merge(host, base, now)
     assert merged.dropped == []
     assert merged.text.startswith(host)
@@ -107,7 +117,7 @@ def test_removing_a_branch_removes_its_section() -> None:
         ("[a]\nb =", ("a", None, "b"), ""),
         ("[a]\r\nb = c\r\n", ("a", None, "b"), "c"),
         ("[a.Sub]\nb = 1", ("a", "sub", "b"), "1"),
-        ("[a]\nb = \\t\\n\\\\\\\"x", ("a", None, "b"), '\t\n\\"x'),
+        ('[a]\nb = \\t\\n\\\\\\"x', ("a", None, "b"), '\t\n\\"x'),
     ],
 )
 def test_reads_what_git_reads(text: str, key: gitconfig.Key, value: str | None) -> None:
@@ -115,7 +125,9 @@ def test_reads_what_git_reads(text: str, key: gitconfig.Key, value: str | None) 
 
 
 _names = st.from_regex(r"[a-z][a-z0-9-]{0,6}", fullmatch=True)
-_values = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_characters="\x7f"), max_size=12)
+_values = st.text(
+    st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_characters="\x7f"), max_size=12
+)
 _subs = st.none() | st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=8)
 _changes = st.lists(st.tuples(_names, _subs, _names, st.lists(st.none() | _values, max_size=3)), max_size=6)
 
@@ -140,7 +152,10 @@ def test_git_reads_the_same(changes: list) -> None:
     for section, sub, name, values in changes:
         text = gitconfig.assign(text, (section, sub, name), values)
     done = subprocess.run(
-        ["git", "config", "--null", "--list", "--file", "-"], input=text.encode(), capture_output=True, cwd="/"
+        ["git", "config", "--null", "--list", "--file", "-"],
+        input=text.encode(),
+        capture_output=True,
+        cwd="/",
     )
     assert done.returncode == 0, text
     seen: dict[str, list] = {}

@@ -20,7 +20,24 @@ def _code(directory: str, home: Path, state: str = "/nonexistent/state", **envir
 
 @pytest.mark.parametrize(
     "directory",
-    ["/", "/usr", "/usr/lib", "/etc", "/proc", "/proc/self", "/dev", "/sys", "/run", "/var", "/var/lib", "/home", "/tmp", "/opt", "//", "/usr/../etc"],
+    [
+        "/",
+        "/usr",
+        "/usr/lib",
+        "/etc",
+        "/proc",
+        "/proc/self",
+        "/dev",
+        "/sys",
+        "/run",
+        "/var",
+        "/var/lib",
+        "/home",
+        "/tmp",
+        "/opt",
+        "//",
+        "/usr/../etc",
+    ],
 )
 def test_the_system_is_refused(directory: str, home: Path) -> None:
     assert _code(directory, home) == "workspace_refused"

@@ -24,7 +24,13 @@ def _everything(root: Path) -> dict[str, tuple]:
         for name in names + files:
             path = os.path.join(folder, name)
             info = os.lstat(path)
-            text = os.readlink(path).encode() if os.path.islink(path) else Path(path).read_bytes() if os.path.isfile(path) else b""
+            text = (
+                os.readlink(path).encode()
+                if os.path.islink(path)
+                else Path(path).read_bytes()
+                if os.path.isfile(path)
+                else b""
+            )
             found[os.path.relpath(path, root)] = (oct(info.st_mode), text)
     return found
 
@@ -49,16 +55,26 @@ def test_every_protected_name_withstands_every_attack(state: str, prepare, repos
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text("mine")
-    before = {name: value for name, value in _everything(repository).items()}
+    before = dict(_everything(repository).items())
     prepared = prepare(repository)
     line = "\n".join(
-        f"cd {prepared.root}; P='{name}'; ( {attack} ) 2>/dev/null" for name in (*names, ".git/config", ".git/commondir") for attack in ATTACKS
+        f"cd {prepared.root}; P='{name}'; ( {attack} ) 2>/dev/null"
+        for name in (*names, ".git/config", ".git/commondir")
+        for attack in ATTACKS
     )
     glass.run(prepared, "trap '' TERM; " + line + "\ntrue")
     workspaces.finish(prepared)
     after = _everything(repository)
-    wanted = {name: value for name, value in before.items() if any(name == n or name.startswith(n + "/") for n in names)}
-    got = {name: value for name, value in after.items() if any(name == n or name.startswith(n + "/") for n in names)}
+    wanted = {
+        name: value
+        for name, value in before.items()
+        if any(name == n or name.startswith(n + "/") for n in names)
+    }
+    got = {
+        name: value
+        for name, value in after.items()
+        if any(name == n or name.startswith(n + "/") for n in names)
+    }
     assert got == wanted
     assert after[".git/config"] == before[".git/config"]
     assert ".git/commondir" not in after
@@ -72,7 +88,17 @@ def test_a_symlinked_name_and_what_it_leads_to_hold(prepare, repository: Path) -
     (repository / ".zshrc").symlink_to("/nonexistent/zshrc")
     (repository / ".vscode").symlink_to("dot/vscode")
     prepared = prepare(repository)
-    names = (".bashrc", "dot/bashrc", ".claude/settings.json", "dot/claude/settings.json", ".claude", ".zshrc", ".vscode", "dot/vscode/tasks.json", "dot")
+    names = (
+        ".bashrc",
+        "dot/bashrc",
+        ".claude/settings.json",
+        "dot/claude/settings.json",
+        ".claude",
+        ".zshrc",
+        ".vscode",
+        "dot/vscode/tasks.json",
+        "dot",
+    )
     _assault(prepared, names[:-1])
     glass.run(prepared, "mv dot gone; rm -rf dot; mkdir dot")
     workspaces.finish(prepared)
@@ -94,7 +120,10 @@ def test_a_file_in_the_way_of_a_directory_cannot_become_one(prepare, project: Pa
 def test_the_rest_of_the_workspace_is_writable(prepare, repository: Path) -> None:
     (repository / ".claude").mkdir()
     prepared = prepare(repository)
-    ran = glass.run(prepared, "set -e; mkdir -p src/deep; echo x > src/deep/f; mv src lib; echo y > .claude/notes.md; rm a.txt; echo z > .git/description")
+    ran = glass.run(
+        prepared,
+        "set -e; mkdir -p src/deep; echo x > src/deep/f; mv src lib; echo y > .claude/notes.md; rm a.txt; echo z > .git/description",
+    )
     assert ran == (0, "")
     assert (repository / "lib/deep/f").read_text() == "x\n"
     assert (repository / ".claude/notes.md").read_text() == "y\n"
@@ -113,7 +142,10 @@ def test_losing_a_mount_is_noticed(prepare, repository: Path) -> None:
     prepared = prepare(repository)
     line = "cat /proc/self/mountinfo; echo go; read answer < fifo; echo ======; cat /proc/self/mountinfo"
     os.mkfifo(repository / "fifo")
-    assert workspaces.lost(prepared, "") == (*prepared.pinned, *(t for _s, t in (*prepared.private, *prepared.protect)))
+    assert workspaces.lost(prepared, "") == (
+        *prepared.pinned,
+        *(t for _s, t in (*prepared.private, *prepared.protect)),
+    )
     before, after = _across_a_host_rename(prepared, repository, line)
     assert workspaces.lost(prepared, before) == ()
     assert workspaces.lost(prepared, after) == (str(repository / ".envrc"),)

@@ -51,10 +51,25 @@ def _run(prepared: workspaces.Prepared, line: str) -> str:
 
 def _use_git_on_the_host(root: Path) -> None:
     """What people, prompts and editors run without thinking."""
-    for folder in (root, *(path.parent for path in root.rglob(".git")), *(path.parent for path in root.rglob("HEAD"))):
-        for command in ("status", "diff", "log -1 -p --ext-diff", "stash list", "branch -vv", "submodule status", "st", "fetch --all"):
+    for folder in (
+        root,
+        *(path.parent for path in root.rglob(".git")),
+        *(path.parent for path in root.rglob("HEAD")),
+    ):
+        for command in (
+            "status",
+            "diff",
+            "log -1 -p --ext-diff",
+            "stash list",
+            "branch -vv",
+            "submodule status",
+            "st",
+            "fetch --all",
+        ):
             glass.git(str(folder), *command.split(), check=False, env={"CLOCHE_TEST_SIDE": "host"})
-    glass.git(str(root), "commit", "--allow-empty", "-qm", "host", check=False, env={"CLOCHE_TEST_SIDE": "host"})
+    glass.git(
+        str(root), "commit", "--allow-empty", "-qm", "host", check=False, env={"CLOCHE_TEST_SIDE": "host"}
+    )
 
 
 def _sprung(root: Path) -> list[str]:
@@ -66,7 +81,7 @@ def _sprung(root: Path) -> list[str]:
 PLANTS = {
     "fsmonitor": "git config core.fsmonitor $TRAP",
     "hooks path": "mkdir h; cp $TRAP h/pre-commit; git config core.hooksPath $PWD/h",
-    "hook": "cp $TRAP .git/hooks/pre-commit || true; mv .git/hooks .git/h2 || true",
+    "hook": "cp $TRAP .git/hooks/pre-commit || { mv .git/hooks .git/h2; mkdir .git/hooks; cp $TRAP .git/hooks/pre-commit; }",
     "alias": "git config alias.st '!'$TRAP",
     "external diff": "git config diff.external $TRAP; echo change >> a.txt",
     "filter": "git config filter.x.clean $TRAP; echo '* filter=x' > .gitattributes; echo '* filter=x' > .git/info/attributes || true; echo c >> a.txt",
@@ -81,8 +96,8 @@ PLANTS = {
     "cp $TRAP .git/modules/sub/hooks/post-checkout || true",
     "hidden repository": "git init -q --bare .git/objects/zz; git -C .git/objects/zz config core.fsmonitor $TRAP; git -C .git/objects/zz config core.bare false; "
     "mkdir sub; echo 'gitdir: ../.git/objects/zz' > sub/.git; git -C sub commit -q --allow-empty -m x; git add sub; git commit -qm sub",
-    "bare repository": "git init -q --bare b; git -C b config core.fsmonitor $TRAP; git -C b config core.worktree $PWD; cp $TRAP b/hooks/pre-commit || mkdir b/hooks && cp $TRAP b/hooks/pre-commit",
-    "bare root": "cp -r .git/objects .git/refs .git/HEAD .; git config -f config core.fsmonitor $TRAP; git config -f config core.bare false; git config -f config core.worktree $PWD",
+    "bare repository": "git init -q --bare b; git -C b config core.fsmonitor $TRAP; git -C b config core.bare false; git -C b config core.worktree $PWD; "
+    "mkdir b/hooks; cp $TRAP b/hooks/pre-commit",
     "linked worktree": "git worktree add -q wt; mkdir evil; cp -r .git/HEAD .git/objects .git/refs evil/; git config -f evil/config core.fsmonitor $TRAP; "
     "echo $PWD/evil > .git/worktrees/wt/commondir",
     "remote": "git remote add up ext::$TRAP; git config protocol.ext.allow always; mkdir .git/remotes || true; echo URL: ext::$TRAP > .git/remotes/up || true",
@@ -90,10 +105,13 @@ PLANTS = {
     "config as a fifo": "rm /run/cloche/git/0/config; mkfifo /run/cloche/git/0/config",
     "no config": "rm -rf /run/cloche/git/0/config",
 }
+NEEDS_MORE = {"pager", "config as a link", "config as a fifo", "no config"}  # a terminal; a sandbox
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_planted_does_not_run_on_the_host(plant: str, prepare, repository: Path, trap: Path, library: Path) -> None:
+def test_what_is_planted_does_not_run_on_the_host(
+    plant: str, prepare, repository: Path, trap: Path, library: Path
+) -> None:
     config = (repository / ".git/config").read_bytes()
     prepared = prepare(repository)
     setting = f"TRAP={trap} LIBRARY={library}\n"
@@ -108,7 +126,9 @@ def test_what_is_planted_does_not_run_on_the_host(plant: str, prepare, repositor
         assert said
 
 
-@pytest.mark.parametrize("plant", ["fsmonitor", "hook", "alias", "common directory", "worktree configuration", "other .git"])
+@pytest.mark.parametrize(
+    "plant", ["fsmonitor", "hook", "alias", "common directory", "worktree configuration", "other .git"]
+)
 def test_nor_while_the_sandbox_runs(plant: str, prepare, repository: Path, trap: Path) -> None:
     prepared = prepare(repository)
     glass.run(prepared, f"TRAP={trap}\n" + PLANTS[plant], env={"CLOCHE_TEST_SIDE": "inside"})
@@ -119,7 +139,9 @@ def test_nor_while_the_sandbox_runs(plant: str, prepare, repository: Path, trap:
 @pytest.mark.parametrize("plant", PLANTS)
 def test_nor_after_a_crash(plant: str, prepare, repository: Path, trap: Path, library: Path) -> None:
     prepared = prepare(repository)
-    glass.run(prepared, f"TRAP={trap} LIBRARY={library}\n" + PLANTS[plant], env={"CLOCHE_TEST_SIDE": "inside"})
+    glass.run(
+        prepared, f"TRAP={trap} LIBRARY={library}\n" + PLANTS[plant], env={"CLOCHE_TEST_SIDE": "inside"}
+    )
     workspaces.sweep(prepared.state)
     _use_git_on_the_host(repository)
     assert "sprung.host" not in _sprung(repository)
@@ -127,7 +149,10 @@ def test_nor_after_a_crash(plant: str, prepare, repository: Path, trap: Path, li
 
 def test_a_directory_without_repository_cannot_be_given_a_trap(prepare, project: Path, trap: Path) -> None:
     prepared = prepare(project)
-    _run(prepared, f"git init -q -b main; echo x > x; git add -A; git commit -qm first; git config core.fsmonitor {trap}; git config alias.st '!{trap}'")
+    _run(
+        prepared,
+        f"git init -q -b main; echo x > x; git add -A; git commit -qm first; git config core.fsmonitor {trap}; git config alias.st '!{trap}'",
+    )
     _use_git_on_the_host(project)
     report = workspaces.finish(prepared)
     _use_git_on_the_host(project)
@@ -137,14 +162,44 @@ def test_a_directory_without_repository_cannot_be_given_a_trap(prepare, project:
     assert any("core.fsmonitor" in line for line in report.config_dropped)
 
 
-def test_a_repository_that_exists_in_the_workspace_is_protected_too(prepare, repository: Path, library: Path, trap: Path) -> None:
+BARE_ROOT = (
+    "git init -q --bare x; mv x/* .; git config -f config core.fsmonitor $TRAP; git config -f config core.bare false; "
+    "git config -f config core.worktree $PWD"
+)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_directory_turned_into_a_bare_repository_is_harmless_only_with_a_glass(
+    inside: bool, prepare, project: Path, trap: Path
+) -> None:
+    if inside:
+        prepared = prepare(project)
+        glass.run(prepared, f"TRAP={trap}\n" + BARE_ROOT)
+        report = workspaces.finish(prepared)
+        assert any("bare repository" in line for line in report.warnings)
+    else:
+        subprocess.run(
+            ["bash", "-c", BARE_ROOT], cwd=project, env={**os.environ, "TRAP": str(trap)}, check=True
+        )
+    glass.git(str(project), "status", check=False, env={"CLOCHE_TEST_SIDE": "host"})
+    assert _sprung(project) == ([] if inside else ["sprung.host"])
+
+
+def test_a_repository_that_exists_in_the_workspace_is_protected_too(
+    prepare, repository: Path, library: Path, trap: Path
+) -> None:
     glass.git(str(repository), *FILE.split(), "submodule", "add", "-q", str(library), "sub")
     glass.git(str(repository), "commit", "-qm", "sub")
     glass.git(str(repository), "init", "-q", "nested")
     before = [(repository / path).read_bytes() for path in (".git/modules/sub/config", "nested/.git/config")]
     prepared = prepare(repository)
-    _run(prepared, f"for d in sub nested; do git -C $d config core.fsmonitor {trap}; git -C $d checkout -q -b topic; git -C $d remote add up https://x/y; done")
-    glass.run(prepared, f"cp {trap} .git/modules/sub/hooks/post-commit; cp {trap} nested/.git/hooks/post-commit")
+    _run(
+        prepared,
+        f"for d in sub nested; do git -C $d config core.fsmonitor {trap}; git -C $d checkout -q -b topic; git -C $d remote add up https://x/y; done",
+    )
+    glass.run(
+        prepared, f"cp {trap} .git/modules/sub/hooks/post-commit; cp {trap} nested/.git/hooks/post-commit"
+    )
     _use_git_on_the_host(repository)
     report = workspaces.finish(prepared)
     _use_git_on_the_host(repository)
@@ -156,7 +211,10 @@ def test_a_repository_that_exists_in_the_workspace_is_protected_too(prepare, rep
 
 def test_a_rebase_left_with_commands_is_reported(prepare, repository: Path) -> None:
     prepared = prepare(repository)
-    _run(prepared, "git commit -q --allow-empty -m x; GIT_SEQUENCE_EDITOR=: git rebase -q -x false HEAD~1 || true; echo 'exec evil' >> .git/rebase-merge/git-rebase-todo")
+    _run(
+        prepared,
+        "git commit -q --allow-empty -m x; GIT_SEQUENCE_EDITOR=: git rebase -q -x false HEAD~1 || true; echo 'exec evil' >> .git/rebase-merge/git-rebase-todo",
+    )
     assert any("rebase is under way" in line for line in workspaces.finish(prepared).warnings)
 
 
@@ -180,7 +238,9 @@ def test_a_locked_configuration_is_left_alone(prepare, repository: Path) -> None
     assert (repository / ".git/config.lock").exists()
 
 
-def test_a_git_file_that_its_repository_does_not_name_is_not_followed(prepare, project: Path, library: Path) -> None:
+def test_a_git_file_that_its_repository_does_not_name_is_not_followed(
+    prepare, project: Path, library: Path
+) -> None:
     (project / ".git").write_text(f"gitdir: {library}/.git\n")
     prepared = prepare(project)
     assert [bind.source for bind in prepared.binds if bind.writable] == [str(project)]
@@ -227,7 +287,10 @@ def test_everyday_git_works_and_is_on_the_host(prepare, repository: Path, bare: 
     assert git("stash", "list").count("\n") == 1
 
     report = workspaces.finish(prepared)
-    assert git("branch", "--format=%(refname:short) %(upstream:short)") == "main origin/main\nrenamed \ntopic \ntracking origin/main\n"
+    assert (
+        git("branch", "--format=%(refname:short) %(upstream:short)")
+        == "main origin/main\nrenamed \ntopic \ntracking origin/main\n"
+    )
     assert git("remote", "get-url", "origin") == f"{bare}\n"
     assert git("submodule", "status").strip().endswith("sub (heads/main)")
     assert str(repository / "wt") in git("worktree", "list")
@@ -239,13 +302,17 @@ def test_everyday_git_works_and_is_on_the_host(prepare, repository: Path, bare: 
     assert git("tag") == "v1\n"
     assert glass.git(str(bare), "log", "--format=%s", "-1", "main") == "fourth\n"
     git("fsck", "--strict")
-    assert report.config_dropped == () and report.warnings == ()
+    assert report.config_dropped == ()
+    assert report.warnings == ()
     assert report.control_files_changed == (".gitmodules (added)",)
 
 
 def test_a_commit_survives_the_death_of_everything(prepare, repository: Path) -> None:
     prepared = prepare(repository)
-    _run(prepared, "git checkout -q -b topic; echo 2 > b; git add b; git commit -qm second; git gc -q; git remote add up https://x/y")
+    _run(
+        prepared,
+        "git checkout -q -b topic; echo 2 > b; git add b; git commit -qm second; git gc -q; git remote add up https://x/y",
+    )
     workspaces.sweep(prepared.state)
     assert glass.git(str(repository), "log", "--format=%s", "topic") == "second\nfirst\n"
     assert glass.git(str(repository), "status", "--porcelain") == ""
@@ -266,8 +333,14 @@ def test_a_linked_worktree_brings_its_repository(prepare, repository: Path, trap
     config = (repository / ".git/config").read_bytes()
     prepared = prepare(tree)
     assert [bind.source for bind in prepared.binds if bind.writable] == [str(tree), str(repository / ".git")]
-    _run(prepared, f"test -z \"$(git status --porcelain)\"; echo t > t; git add -A; git commit -qm intree; git remote add up https://x/y; git config core.fsmonitor {trap}")
-    glass.run(prepared, f"cp {trap} {repository}/.git/hooks/pre-commit; echo {repository} > {repository}/.git/worktrees/tree/commondir; mv .git g")
+    _run(
+        prepared,
+        f'test -z "$(git status --porcelain)"; echo t > t; git add -A; git commit -qm intree; git remote add up https://x/y; git config core.fsmonitor {trap}',
+    )
+    glass.run(
+        prepared,
+        f"cp {trap} {repository}/.git/hooks/pre-commit; echo {repository} > {repository}/.git/worktrees/tree/commondir; mv .git g",
+    )
     _use_git_on_the_host(repository)
     _use_git_on_the_host(tree)
     workspaces.finish(prepared)
@@ -275,7 +348,9 @@ def test_a_linked_worktree_brings_its_repository(prepare, repository: Path, trap
     assert "sprung.host" not in _sprung(repository)
     assert glass.git(str(repository), "log", "--format=%s", "topic", "--", "t") == "intree\n"
     text = (repository / ".git/config").read_bytes()
-    assert text.startswith(config) and b"https://x/y" in text and b"fsmonitor" not in text
+    assert text.startswith(config)
+    assert b"https://x/y" in text
+    assert b"fsmonitor" not in text
     assert sorted(os.listdir(repository)) == [".git", "a.txt"]
 
 
@@ -294,3 +369,18 @@ def test_the_search_says_when_it_was_cut(prepare, repository: Path, monkeypatch:
     assert any("were searched" in line for line in prepared.warnings)
     subprocess.run(["git", "init", "-q", str(repository / "d1")], check=True)
     workspaces.finish(prepared)
+
+
+@pytest.mark.parametrize("plant", sorted(set(PLANTS) - NEEDS_MORE))
+def test_the_traps_are_real(plant: str, home: Path, repository: Path, trap: Path, library: Path) -> None:
+    """Planted without a glass each of them does run on the host; else the tests above would prove nothing."""
+    env = {
+        **os.environ,
+        "HOME": str(home),
+        "TRAP": str(trap),
+        "LIBRARY": str(library),
+        "CLOCHE_TEST_SIDE": "inside",
+    }
+    subprocess.run(["bash", "-c", PLANTS[plant]], cwd=repository, env=env, capture_output=True)
+    _use_git_on_the_host(repository)
+    assert "sprung.host" in _sprung(repository)

@@ -26,7 +26,17 @@ def test_what_the_user_put_in_a_stubs_place_stays(prepare, project: Path) -> Non
     (project / ".mcp.json").symlink_to("/etc/passwd")
     workspaces.finish(prepared)
     left = sorted(str(path.relative_to(project)) for path in project.rglob("*"))
-    assert left == [".bashrc", ".claude", ".claude/commands", ".envrc", ".mcp.json", ".npmrc", ".vscode", ".vscode/tasks.json", ".zshrc"]
+    assert left == [
+        ".bashrc",
+        ".claude",
+        ".claude/commands",
+        ".envrc",
+        ".mcp.json",
+        ".npmrc",
+        ".vscode",
+        ".vscode/tasks.json",
+        ".zshrc",
+    ]
 
 
 def test_nothing_is_left_and_finishing_twice_is_harmless(prepare, repository: Path, tree) -> None:
@@ -42,7 +52,9 @@ def test_nothing_is_left_and_finishing_twice_is_harmless(prepare, repository: Pa
 
 
 @pytest.mark.parametrize("step", range(1, 60, 7))
-def test_a_crash_while_making_is_swept(step: int, prepare, project: Path, tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_making_is_swept(
+    step: int, prepare, project: Path, tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = 0
     real = stubs._make
 
@@ -66,7 +78,9 @@ def test_a_crash_while_making_is_swept(step: int, prepare, project: Path, tree, 
     assert tree(project) == before
 
 
-def test_it_is_written_down_before_it_is_made(prepare, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_written_down_before_it_is_made(
+    prepare, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = str(project.parent / "states/one")
     seen = []
     real = stubs._make
@@ -77,7 +91,8 @@ def test_it_is_written_down_before_it_is_made(prepare, project: Path, monkeypatc
 
     monkeypatch.setattr(stubs, "_make", make)
     prepare(project)
-    assert seen and all(seen)
+    assert seen
+    assert all(seen)
 
 
 def test_a_torn_journal_is_read_up_to_the_tear(prepare, project: Path, tree) -> None:
@@ -90,7 +105,9 @@ def test_a_torn_journal_is_read_up_to_the_tear(prepare, project: Path, tree) -> 
 
 
 @pytest.mark.parametrize("first_to_end", ["one", "two"])
-def test_two_sandboxes_share_stubs_and_the_last_removes_them(first_to_end: str, prepare, repository: Path, tree) -> None:
+def test_two_sandboxes_share_stubs_and_the_last_removes_them(
+    first_to_end: str, prepare, repository: Path, tree
+) -> None:
     before = tree(repository)
     sessions = {name: prepare(repository, name=name) for name in ("one", "two")}
     assert sessions["one"].pinned == sessions["two"].pinned

@@ -9,10 +9,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cloche import interfaces, model, policy
-from cloche.workspaces import description, session
+from cloche.workspaces import description, overlays, session
 
 _LOCK = "owner"
 
@@ -39,7 +39,7 @@ class LocalWorkspaces(interfaces.Workspaces):
             if lock is not None:
                 os.close(lock)
             raise
-        return LentWorkspace(prepared, lock)
+        return LentWorkspace(prepared, rules, lock)
 
     def sweep(self) -> list[str]:
         swept = []
@@ -56,11 +56,21 @@ class LocalWorkspaces(interfaces.Workspaces):
 
 
 class LentWorkspace(interfaces.Workspace):
-    def __init__(self, prepared: description.Prepared, lock: int | None) -> None:
+    def __init__(self, prepared: description.Prepared, rules: policy.Policy, lock: int | None) -> None:
         self._prepared = prepared
+        self._rules = rules
         self._lock = lock
         self._report: model.WorkspaceReport | None = None
         self.exposure = _exposure(prepared)
+
+    def diff(self, upper: str) -> list[model.FileChange]:
+        return [
+            model.FileChange(kind=c.kind, path=c.path, type=c.type, size=c.size, refused=c.refused)
+            for c in overlays.diff(self._prepared.root, upper, rules=self._rules)
+        ]
+
+    def apply(self, upper: str, paths: Sequence[str] | None = None) -> list[str]:
+        return list(overlays.apply(self._prepared.root, upper, paths, rules=self._rules).applied)
 
     def finish(self) -> model.WorkspaceReport:
         if self._report is None:

@@ -61,7 +61,7 @@ class _Finder:
                 self.add_path(entry, real)
             self.add_environment(real)
             return
-        if any(places.within(real, path) for path in _NEVER):
+        if self.is_nowhere(real):
             return
         known = self.manager(real) or self.prefix(real)
         if self.show(known or real):
@@ -88,10 +88,14 @@ class _Finder:
         in_other_home = places.beneath(path, "/home") and not places.within(path, self.home)
         if in_other_home and not places.within(path, "/home/linuxbrew/.linuxbrew"):
             return False
-        if places.shows_credentials(path, self.home) or any(places.within(path, never) for never in _NEVER):
+        if places.shows_credentials(path, self.home) or self.is_nowhere(path):
             return False
         self.shown[path] = None
         return True
+
+    def is_nowhere(self, path: str) -> bool:
+        """Whether it is no place for programs. Some systems keep homes in /var, and those are."""
+        return not places.beneath(path, self.home) and any(places.within(path, never) for never in _NEVER)
 
     def manager(self, real: str) -> str | None:
         for relative, variable, needed in _MANAGERS:
