@@ -109,6 +109,15 @@ class Workspace(ABC):
     exposure: Exposure
 
     @abstractmethod
+    def diff(self, upper: str) -> list[model.FileChange]:
+        """What the layer at `upper` (a directory on the host) changes of an overlaid workspace."""
+
+    @abstractmethod
+    def apply(self, upper: str, paths: Sequence[str] | None = None) -> list[str]:
+        """Take changes over into the workspace: all, or those at `paths`. What may not be taken over (links out,
+        specials, control files) makes it `apply_refused`, and then nothing is."""
+
+    @abstractmethod
     def finish(self) -> model.WorkspaceReport:
         """Put the host side in order after the sandbox's end. Twice is harmless."""
 
@@ -140,6 +149,8 @@ class Machine(ABC):
     warnings: tuple[str, ...] = ()
     cwd: str = "/workspace"
     """Where commands start and what relative paths mean."""
+    upper_fd: int = -1
+    """The writable layer above an overlaid workspace, as a directory; -1 where there is none."""
     ended: asyncio.Future[str]
     """Resolves once, with the reason, when nothing of the machine runs any more."""
     on_denial: Callable[[int, model.Denial], None]
@@ -242,6 +253,14 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete(self, sandbox: str) -> None: ...
+
+    @abstractmethod
+    async def diff(self, sandbox: str) -> builtins.list[model.FileChange]:
+        """What a sandbox changed of its overlaid workspace."""
+
+    @abstractmethod
+    async def apply(self, sandbox: str, paths: builtins.list[str] | None = None) -> builtins.list[str]:
+        """Take the changes of an overlaid workspace over into the host's directory."""
 
     @abstractmethod
     async def workspace_report(self, sandbox: str) -> model.WorkspaceReport:

@@ -367,6 +367,17 @@ class FileInfo(Noun, frozen=True, kw_only=True):
     target: str | None = None
 
 
+class FileChange(Noun, frozen=True, kw_only=True):
+    """One difference between a workspace and the layer above it."""
+
+    kind: Literal["added", "modified", "removed", "moved"]
+    path: str
+    type: Literal["file", "directory", "symlink", "special"]
+    size: int = 0
+    refused: str | None = None
+    """Why `apply` will not take it over."""
+
+
 class FileEvent(Noun, frozen=True, kw_only=True):
     type: Literal["create", "write", "remove", "rename", "chmod", "overflow"]
     path: str

@@ -184,13 +184,15 @@ class Launcher:
         mounts.pivot(self.stage.root)
         self.enter_user_namespace(builder.user_fd)
         _limit(message["rlimits"], message.get("affinity"))  # type: ignore[arg-type]
-        _keep_only(link.fileno(), terminals)
+        _keep_only(link.fileno(), terminals, builder.upper_fd)
         trace.append(time.monotonic_ns())
         listener = self.lock(message, filter_)
         trace.append(time.monotonic_ns())
-        out = [terminals] if listener is None else [terminals, listener]
-        wire.send(link, {"ready": True, "trace": trace}, out)
-        wire.close_all(out)
+        # Three places, told apart by position; where there is nothing to pass, the terminals stand in.
+        upper = builder.upper_fd if builder.upper_fd >= 0 else terminals
+        out = [terminals, upper] + ([listener] if listener is not None else [])
+        wire.send(link, {"ready": True, "trace": trace, "upper": builder.upper_fd >= 0}, out)
+        wire.close_all(list(set(out)))
         agent.Agent(link, message["agent"]).run()  # type: ignore[arg-type]
 
     def make_owner_map(self, message: "dict[str, object]", builder: mounts.Builder) -> int:

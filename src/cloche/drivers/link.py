@@ -40,6 +40,7 @@ class Frame(msgspec.Struct):
     events: list[tuple[str, str]] = []
     pids: list[int] = []
     ready: bool = False
+    upper: bool | None = None
     trace: list[int] = []
     failed: str | None = None
     exit: int | None = None

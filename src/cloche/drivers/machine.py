@@ -42,6 +42,7 @@ class GuestMachine(interfaces.Machine):
         self.trace: list[int] = []
         self._loop = loop
         self._terminals = -1
+        self.upper_fd = -1
         self._listener = -1
         self._notified = 0
         self._children: dict[int, asyncio.Future[interfaces.ExitStatus]] = {}
@@ -57,6 +58,11 @@ class GuestMachine(interfaces.Machine):
         if frame.ready and not self.ready.done():
             # These two come from the set-up, before anything hostile ran in there.
             self._terminals = fds.pop(0) if fds else -1
+            if frame.upper is not None and fds:
+                upper = fds.pop(0)
+                self.upper_fd = upper if frame.upper else -1
+                if not frame.upper:
+                    os.close(upper)
             if fds:
                 self._listen(fds.pop(0))
             self.trace = frame.trace
@@ -102,8 +108,10 @@ class GuestMachine(interfaces.Machine):
         self._gone = True
         self._reason = self._reason or reason or "its first process ended"
         self._link.close(self._reason)
-        if self._terminals >= 0:
-            os.close(self._terminals)
+        for fd in (self._terminals, self.upper_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._terminals = self.upper_fd = -1
         self._stop_listening()
         self._release()
         for future in self._children.values():

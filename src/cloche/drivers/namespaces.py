@@ -14,6 +14,7 @@ import secrets
 import signal
 import socket
 import struct
+import time
 from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from cloche.linux import cgroups, landlock, loops, mounts, processes
 FIRST_UID = 0x7000_0000
 SLOTS = 32_768
 _MOST_EMBRYOS = 24
+_REFILL_DELAY_S = 0.005
+_DRAFT_S = 60
 BLOCK = 512  # uid ranges that one engine takes at a time
 _F_OFD_SETLK = 37
 _MIB = 1 << 20
@@ -71,7 +74,8 @@ class NamespacesDriver(interfaces.Driver):
         self._rootless = rootless
         self._machines: dict[str, NamespacesMachine] = {}
         self._embryos: deque[NamespacesMachine] = deque()
-        self._fewest = self._wanted = 1
+        self._fewest = self._wanted = 2
+        self._refilling: asyncio.TimerHandle | None = None
         self._usual_disk_mib = model.DEFAULT_RESOURCES.disk_mib
         self._ready: asyncio.Future[LauncherFrame] | None = None
         self._slots_file = -1
@@ -152,6 +156,8 @@ class NamespacesDriver(interfaces.Driver):
         if self._closed:
             return
         self._closed = True
+        if self._refilling is not None:
+            self._refilling.cancel()
         await asyncio.gather(*(m.kill("the engine closed") for m in list(self._machines.values())))
         self._drop_link()
         if self._slots_file >= 0:
@@ -163,8 +169,9 @@ class NamespacesDriver(interfaces.Driver):
         self._link.close()
 
     def sweep(self, keep: set[str]) -> list[str]:
-        """Cgroups carry their engine's pid and start time in their name; those of dead engines are removed."""
-        swept = []
+        """Cgroups carry their engine's pid and start time in their name; those of dead engines are removed. Drafts of
+        images live for milliseconds; old ones are a killed launcher's."""
+        swept = _old_drafts(os.path.join(self._home, "images"))
         for group in cgroups.detect().sweep("cloche-"):
             if group.name not in keep and not _owner_lives(group.name) and group.remove():
                 swept.append(group.name)
@@ -226,7 +233,7 @@ class NamespacesDriver(interfaces.Driver):
             await made.kill("creation failed")
             raise
         finally:
-            self._refill()
+            self._refill_later()
         return made
 
     # Embryos: sandboxes that have their namespaces and cgroup and nothing else, made before anybody asks.
@@ -250,8 +257,14 @@ class NamespacesDriver(interfaces.Driver):
             there.close()
         return embryo
 
+    def _refill_later(self) -> None:
+        """Not at once: making embryos would compete with the first command of the sandbox that was just made."""
+        if self._refilling is None and not self._closed:
+            self._refilling = asyncio.get_running_loop().call_later(_REFILL_DELAY_S, self._refill)
+
     def _refill(self) -> None:
         """Keep some ready; more while they are used up faster than they are made."""
+        self._refilling = None
         if not self._embryos:
             self._wanted = min(self._wanted * 2, _MOST_EMBRYOS)
         elif len(self._embryos) > self._wanted // 2:
@@ -460,6 +473,17 @@ def _landlock_rules(rules: policy.Policy, exposure: interfaces.Exposure | None) 
     shown += [exposure.root] if exposure is not None and exposure.overlay else []
     writable = [(path, landlock.ALL) for path in (*mounts.PRIVATE, "/dev", "/proc", *shown)]
     return [("/", landlock.READ_ONLY), *writable]
+
+
+def _old_drafts(directory: str) -> list[str]:
+    removed = []
+    with suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if ".ext4." in name and time.time() - os.stat(path).st_mtime > _DRAFT_S:
+                os.unlink(path)
+                removed.append(name)
+    return removed
 
 
 def _owner() -> str:

@@ -62,6 +62,7 @@ class Engine(interfaces.Backend):
         self._reaper = reaping.Reaper(self._clock, lambda: list(self._sandboxes.values()), self._expire)
         self._warm = reaping.Warm(self._make_machine, warm)
         self._background: set[asyncio.Task[Any]] = set()
+        self._swept = False
         self._closed = False
 
     # ── sandboxes ───────────────────────────────────────────────────────────────────────────────
@@ -107,6 +108,9 @@ class Engine(interfaces.Backend):
         if spec.stay:
             await asyncio.to_thread(self._store.put_sandbox, info)
         self._warm.replenish(spec, rules)
+        if not self._swept:
+            self._swept = True
+            self._spawn(self._sweep_quietly(), "sweep")
         return info
 
     def _accept(self, spec: model.SandboxSpec) -> None:
@@ -169,6 +173,23 @@ class Engine(interfaces.Backend):
 
     async def delete(self, sandbox: str) -> None:
         await self._end(self._find(sandbox), "asked", "deleted")
+
+    def _overlaid(self, sandbox: str) -> tuple[interfaces.Workspace, str]:
+        found = self._find(sandbox)
+        if found.workspace is None or found.machine.upper_fd < 0:
+            raise errors.error(
+                "argument_invalid", f"sandbox {found.id} has no overlaid workspace",
+                hint="create it with workspace=… and overlay=True",
+            )  # fmt: skip
+        return found.workspace, f"/proc/self/fd/{found.machine.upper_fd}/."
+
+    async def diff(self, sandbox: str) -> builtins.list[model.FileChange]:
+        lent, upper = self._overlaid(sandbox)
+        return await asyncio.to_thread(lent.diff, upper)
+
+    async def apply(self, sandbox: str, paths: builtins.list[str] | None = None) -> builtins.list[str]:
+        lent, upper = self._overlaid(sandbox)
+        return await asyncio.to_thread(lent.apply, upper, paths)
 
     async def workspace_report(self, sandbox: str) -> model.WorkspaceReport:
         """What a sandbox that has ended did to its workspace's control files."""
@@ -443,8 +464,18 @@ class Engine(interfaces.Backend):
         return self._journal.follow(after=after, sandbox=sandbox)
 
     async def sweep(self) -> builtins.list[str]:
+        """Remove what dead engines left behind: their cgroups, files, workspace stubs; their sandboxes are lost."""
+        with suppress(errors.ClocheError):
+            await self._placement.choose("process")
+        return await self._sweep()
+
+    async def _sweep_quietly(self) -> None:
+        """Once per engine, beside the first sandbox; who fails here has `cloche gc` to see why."""
+        with suppress(OSError, errors.ClocheError):
+            await self._sweep()
+
+    async def _sweep(self) -> builtins.list[str]:
         swept: builtins.list[str] = []
-        await self._placement.choose("process")
         for driver in self._placement.started:
             swept += await asyncio.to_thread(driver.sweep, set())
         swept += await asyncio.to_thread(self._workspaces.sweep)

@@ -31,6 +31,7 @@ MASKED = (  # of /proc: what tells about the host, or other people's keys
     "kpagecount", "kpageflags", "kpagecgroup", "acpi", "scsi",
 )  # fmt: skip
 READ_ONLY = ("sys", "bus", "fs", "irq")  # of /proc
+USER = 1000
 DISK = tuple(f"u{n}/{part}" for n in range(4) for part in ("up", "work"))  # made with the disk, for the first overlays
 PRIVATE = ("/tmp", "/home/user", "/workspace", "/var/tmp")  # writable even where the root is not
 
@@ -93,7 +94,7 @@ def plan(view: View) -> "list[Step]":
     steps.append(["proc", "/proc", "", {}])
     made = {"make": True}
     groups: "list[list[Step]]" = [
-        [["overlay", path, path, made] for path in view.overlays],
+        [["overlay", path, path, {"owner": True, **made}] for path in view.overlays],
         [["bind", b.target, b.source, {"writable": b.writable, "owner": b.owner, **made}] for b in view.binds],
         [["bind", target, source, {"writable": True, "owner": True, **made}] for source, target in view.private],
         [["pin", target, "", {}] for target in view.pinned],
@@ -173,6 +174,7 @@ class Builder:
         self.guest_uid, self.guest_gid = ids
         self.layers = 0
         self.disk_mib = 0
+        self.upper_fd = -1
 
     def apply(self, steps: "list[Step]") -> None:
         for step in steps:
@@ -200,17 +202,24 @@ class Builder:
     def do_layer(self, target: str, source: str, options: "dict[str, Any]") -> None:
         """A read-only host directory, owned inside as it is outside."""
         self.prepare(target, source, options)
-        self.lower(source, self.inside(target))
+        self.lower(source, self.inside(target), self.user_fd)
 
     def do_overlay(self, target: str, source: str, options: "dict[str, Any]") -> None:
         self.prepare(target, source, options)
         lower = f"{self.stage.path}/layer/{self.layers}"
-        self.lower(source, lower)
+        lent = bool(options.get("owner"))
+        self.lower(source, lower, self.owner_fd if lent else self.user_fd)
         name = f"u{self.layers}"
         self.layers += 1
         self.make_private(name, source, "up", "work")
         upper = f"{self.stage.path}/disk/{name}"
-        extra = "userxattr" if self.rootless else "index=off,redirect_dir=on,volatile"
+        if lent:  # a workspace: what is written above it can be looked at from outside
+            if not self.rootless:
+                os.chown(upper + "/up", self.guest_uid + USER, self.guest_gid + USER)
+            self.upper_fd = os.open(upper + "/up", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        # A renamed directory of a workspace is copied, not redirected: a redirection could not be taken over.
+        redirect = "off" if lent else "on"
+        extra = "userxattr" if self.rootless else f"index=off,redirect_dir={redirect},volatile"
         syscalls.mount(
             "overlay", self.inside(target), "overlay", _LOCKED,
             f"lowerdir={_escape(lower)},upperdir={upper}/up,workdir={upper}/work,{extra}",
@@ -289,9 +298,9 @@ class Builder:
         path = self.inside(target)
         syscalls.mount(path, path, None, _BIND)
 
-    def lower(self, source: str, target: str) -> None:
+    def lower(self, source: str, target: str, user_fd: int) -> None:
         attributes = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
-        self.idmap(source, target, self.user_fd, attributes)
+        self.idmap(source, target, user_fd, attributes)
 
     def idmap(self, source: str, target: str, user_fd: int, attributes: int, *, recursive: bool = False) -> None:
         """A copy of `source`'s mount at `target`, with its owners shown as the sandbox's.
