@@ -31,7 +31,7 @@ def format_image(path: str, mib: int, directories: "tuple[str, ...]" = ()) -> No
         with tempfile.TemporaryDirectory() as tree:
             for directory in directories:
                 os.makedirs(f"{tree}/{directory}", mode=0o755)
-            command = [mkfs, "-q", "-F", "-O", "^has_journal,^resize_inode", "-E", options, "-m", "0", "-d", tree]
+            command = [mkfs, "-q", "-F", "-b", "4096", "-O", "^has_journal,^resize_inode", "-E", options, "-m", "0", "-d", tree]
             subprocess.run([*command, temporary], check=True, capture_output=True)
         os.rename(temporary, path)
     finally:
