@@ -250,9 +250,12 @@ class Execution:
             self._timer.cancel()
         if future.cancelled() or (problem := future.exception()) is not None:
             self._close_all()
+            lost = None if future.cancelled() else problem
+            if not isinstance(lost, errors.ClocheError):
+                lost = errors.error("sandbox_lost", "the sandbox has ended")
+            self.log.lose(lost)
             if not self.result.done():
-                lost = problem if not future.cancelled() else errors.error("sandbox_lost", "the sandbox has ended")
-                self.result.set_exception(lost or errors.error("sandbox_lost", "the sandbox has ended"))
+                self.result.set_exception(lost)
                 self.result.exception()
             self.log.close()
             return

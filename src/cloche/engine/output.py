@@ -3,6 +3,9 @@
 Each stream keeps its head and its tail for the result. Beside that the whole of both streams is a *log*: frames with
 one sequence in order of arrival, in memory while it is small, in an unnamed file when it grows, and cut (with a count)
 past a limit. A follower reads frames from a cursor and waits for more; many may follow one log.
+
+A command that writes single bytes must not make the engine hold a frame for each: what no follower has seen is joined to
+the frame before, and past a number of frames the rest is only counted.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from cloche import model
+from cloche import errors, model
 
 _IN_MEMORY = 256 * 1024
+_JOINED = 64 * 1024  # a frame grows up to this
+_MOST_FRAMES = 100_000
 
 
 class HeadAndTail:
@@ -71,6 +76,9 @@ class Log:
         self._size = 0
         self._spool_limit = spool_limit
         self._directory = directory
+        self._seen = 0  # frames that some follower has
+        self._uncounted: dict[model.StreamName, int] = {}
+        self._lost: errors.ClocheError | None = None
         self._changed = asyncio.Event()
         self.exited: model.Exited | None = None
 
@@ -80,21 +88,45 @@ class Log:
 
     def add(self, stream: model.StreamName, data: bytes) -> None:
         (self.stdout if stream == "stdout" else self.stderr).add(data)
-        kept = self._size + len(data) <= self._spool_limit and self._write(data)
-        self._frames.append(Frame(stream, self._size, len(data), kept))
+        kept = self._size + len(data) <= self._spool_limit and len(self._frames) < _MOST_FRAMES and self._write(data)
+        if not self._join(stream, len(data), kept):
+            if len(self._frames) < _MOST_FRAMES:
+                self._frames.append(Frame(stream, self._size, len(data), kept))
+            else:
+                self._uncounted[stream] = self._uncounted.get(stream, 0) + len(data)
         if kept:
             self._size += len(data)
         self._wake()
+
+    def _join(self, stream: model.StreamName, length: int, kept: bool) -> bool:
+        last = self._frames[-1] if len(self._frames) > self._seen else None
+        if not isinstance(last, Frame) or (last.stream, last.kept) != (stream, kept):
+            return False
+        if kept and last.length + length > _JOINED:
+            return False
+        self._frames[-1] = last._replace(length=last.length + length)
+        return True
 
     def deny(self, denial: model.Denial) -> None:
         self._frames.append(model.Denied(denial=denial, seq=self.next_seq))
         self._wake()
 
     def finish(self, result: model.ExecResult) -> None:
+        for stream, count in self._uncounted.items():
+            self._frames.append(Frame(stream, 0, count, False))
         self.exited = model.Exited(result=result, seq=self.next_seq)
         self._wake()
 
+    def lose(self, problem: errors.ClocheError) -> None:
+        """The command went with its sandbox: followers are told instead of waiting for ever."""
+        self._lost = self._lost or problem
+        self._wake()
+
     def close(self) -> None:
+        """Let go of the bytes; whoever still follows is told."""
+        self.lose(errors.error("sandbox_lost", "the log is gone with its sandbox"))
+        self._frames.clear()
+        self._memory.clear()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -144,8 +176,11 @@ class Log:
         while True:
             changed = self._changed
             while cursor < len(self._frames):
+                self._seen = max(self._seen, cursor + 1)
                 yield self.event(cursor)
                 cursor += 1
+            if self._lost is not None:
+                raise self._lost
             if self.exited is not None:
                 yield self.exited
                 return
