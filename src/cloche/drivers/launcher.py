@@ -216,14 +216,10 @@ class Launcher:
         if not template:
             builder.make_disk("", mib)
             return
-        image = f"{template}.{os.getpid()}.{time.monotonic_ns()}"
-        loops.copy_image(template, image)
-        try:
-            held, device = loops.attach(image)
-        finally:
-            os.unlink(image)
+        image = loops.copy_image(template)
+        held, device = loops.attach(image)
         builder.make_disk(device, mib)
-        os.close(held)
+        wire.close_all([image, held])
 
     def enter_user_namespace(self, user_fd: int) -> None:
         # SAFETY: from here on this process has no rights over its own mounts, network or pid namespace, which belong to
@@ -290,6 +286,9 @@ def _enter_own_namespaces(rootless: bool) -> None:
     syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNET)
     if os.fork():
         os._exit(0)  # the engine waits for this one, and knows the child by its socket
+    # SAFETY: no terminal of the caller's is ever this process's own, nor its children's: /dev/tty would lead there.
+    # tests/security/test_processes.py::test_the_caller_s_terminal_is_not_the_sandbox_s
+    os.setsid()
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     # The host's /proc counts pids as the host does; maps are written by the numbers that this namespace gives.
     syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
@@ -304,6 +303,9 @@ def _quiet_stdio() -> None:
 
 def main(fd: int) -> None:
     """Serve the engine at the other end of descriptor `fd`; never returns."""
+    # SAFETY: what the caller left inheritable is not ours to hold. tests/security/test_descriptors.py
+    _keep_only(fd)
+    os.chdir("/")
     link = socket.socket(fileno=fd)
     received = wire.receive(link)
     if received is None:

@@ -14,7 +14,6 @@ import secrets
 import signal
 import socket
 import struct
-import time
 from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ FIRST_UID = 0x7000_0000
 SLOTS = 32_768
 _MOST_EMBRYOS = 24
 _REFILL_DELAY_S = 0.005
-_DRAFT_S = 60
 BLOCK = 512  # uid ranges that one engine takes at a time
 _F_OFD_SETLK = 37
 _MIB = 1 << 20
@@ -169,9 +167,8 @@ class NamespacesDriver(interfaces.Driver):
         self._link.close()
 
     def sweep(self, keep: set[str]) -> list[str]:
-        """Cgroups carry their engine's pid and start time in their name; those of dead engines are removed. Drafts of
-        images live for milliseconds; old ones are a killed launcher's."""
-        swept = _old_drafts(os.path.join(self._home, "images"))
+        """Cgroups carry their engine's pid and start time in their name; those of dead engines are removed."""
+        swept = []
         for group in cgroups.detect().sweep("cloche-"):
             if group.name not in keep and not _owner_lives(group.name) and group.remove():
                 swept.append(group.name)
@@ -473,17 +470,6 @@ def _landlock_rules(rules: policy.Policy, exposure: interfaces.Exposure | None) 
     shown += [exposure.root] if exposure is not None and exposure.overlay else []
     writable = [(path, landlock.ALL) for path in (*mounts.PRIVATE, "/dev", "/proc", *shown)]
     return [("/", landlock.READ_ONLY), *writable]
-
-
-def _old_drafts(directory: str) -> list[str]:
-    removed = []
-    with suppress(FileNotFoundError):
-        for name in os.listdir(directory):
-            path = os.path.join(directory, name)
-            if ".ext4." in name and time.time() - os.stat(path).st_mtime > _DRAFT_S:
-                os.unlink(path)
-                removed.append(name)
-    return removed
 
 
 def _owner() -> str:
