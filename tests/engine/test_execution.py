@@ -287,6 +287,15 @@ def test_a_kill_ends_the_tree_beside_another_command(sandbox, until):
     assert other.wait().exit_code == 0
 
 
+def test_a_kill_spares_what_earlier_commands_left_running(sandbox, until):
+    sandbox.exec("setsid sleep 1000 >/dev/null 2>&1 &")
+    process = sandbox.start(["sh", "-c", "echo started; cat"])
+    read_until(process, b"started")
+    process.kill()
+    process.wait()
+    assert commands_inside(sandbox).count("sleep") == 1
+
+
 def test_a_time_out_kills_the_tree_too(sandbox, until):
     result = sandbox.exec("setsid sleep 1001 & nohup sleep 1002 & (sleep 1003 &); sleep 1000", timeout_s=0.5)
     assert (result.timed_out, result.signal, result.exit_code) == (True, signal.SIGKILL, None)
