@@ -43,7 +43,7 @@ def test_the_system_is_refused(directory: str, home: Path) -> None:
     assert _code(directory, home) == "workspace_refused"
 
 
-@pytest.mark.parametrize("directory", ["/no/such/place", "/etc/passwd/x"])
+@pytest.mark.parametrize("directory", ["", "/no/such/place", "/etc/passwd/x"])
 def test_what_is_not_there_is_said_to_be_missing(directory: str, home: Path) -> None:
     assert _code(directory, home) == "workspace_not_found"
 

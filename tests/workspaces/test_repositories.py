@@ -100,6 +100,9 @@ PLANTS = {
     "mkdir b/hooks; cp $TRAP b/hooks/pre-commit",
     "linked worktree": "git worktree add -q wt; mkdir evil; cp -r .git/HEAD .git/objects .git/refs evil/; git config -f evil/config core.fsmonitor $TRAP; "
     "echo $PWD/evil > .git/worktrees/wt/commondir",
+    "linked worktree by a link": "git worktree add -q wt; mkdir -p evil/a/b; cp -r .git/HEAD .git/objects .git/refs evil/; "
+    "git config -f evil/config core.fsmonitor $TRAP; ln -s $PWD/evil/a/b .git/worktrees/wt/x; echo x/../.. > .git/worktrees/wt/commondir; "
+    "mkdir -p .git/worktrees/a",
     "remote": "git remote add up ext::$TRAP; git config protocol.ext.allow always; mkdir .git/remotes || true; echo URL: ext::$TRAP > .git/remotes/up || true",
     "config as a link": "rm /run/cloche/git/0/config; ln -s /etc/passwd /run/cloche/git/0/config",
     "config as a fifo": "rm /run/cloche/git/0/config; mkfifo /run/cloche/git/0/config",
@@ -207,6 +210,22 @@ def test_a_repository_that_exists_in_the_workspace_is_protected_too(
     after = [(repository / path).read_bytes() for path in (".git/modules/sub/config", "nested/.git/config")]
     assert all(new.startswith(old) and b"https://x/y" in new for old, new in zip(before, after, strict=True))
     assert len(report.config_dropped) == 2
+
+
+@pytest.mark.parametrize(
+    "place", ["{outside}", "../../../outside", "../../.git", "../../x/../../outside", "../../link"]
+)
+def test_a_new_repository_cannot_have_its_files_elsewhere(place: str, prepare, repository: Path) -> None:
+    outside = repository.parent / "outside"
+    outside.mkdir()
+    prepared = prepare(repository)
+    _run(
+        prepared,
+        f"ln -s {outside} link; git init -q sub; git -C sub config core.worktree '{place.format(outside=outside)}'",
+    )
+    report = workspaces.finish(prepared)
+    assert any("core.worktree" in line for line in report.config_dropped)
+    assert glass.git(str(repository / "sub"), "rev-parse", "--show-toplevel") == f"{repository}/sub\n"
 
 
 def test_a_rebase_left_with_commands_is_reported(prepare, repository: Path) -> None:

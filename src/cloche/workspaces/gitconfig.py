@@ -14,6 +14,7 @@ Pure text in, text out; includes are entries like any other and never followed.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 Key = tuple[str, str | None, str]
@@ -212,15 +213,19 @@ _REBASE = _matches(r"true|false|merges|interactive")
 _FORMAT = _matches(r"[01]")
 _HASH = _matches(r"sha1|sha256")
 _FILTER = _matches(r"blob:none|blob:limit=[0-9]+[kmg]?|tree:[0-9]+")
-_WORKTREE = _matches(r"(?:\.\./)+[^\x00-\x1f\x7f]*")
 
 
-def allowed(key: Key, value: str | None, *, remotes: set[str], fresh: bool) -> bool:
-    """Whether a changed value may go into the host's file. `fresh`: the repository was made in the sandbox."""
+Fresh = Callable[[str], bool]
+"""For a repository that was made in the sandbox: whether a `core.worktree` is a place in the workspace. A worktree elsewhere
+would let the next checkout on the host write there."""
+
+
+def allowed(key: Key, value: str | None, *, remotes: set[str], fresh: Fresh | None) -> bool:
+    """Whether a changed value may go into the host's file."""
     section, subsection, name = key
     text = value or ""
     if subsection is None:
-        return fresh and _fresh(section, name, value)
+        return fresh is not None and _fresh(section, name, value, fresh)
     if subsection.startswith("-") or _CONTROL.search(subsection) or ".." in subsection.split("/"):
         return False
     match section, name:
@@ -243,13 +248,13 @@ def allowed(key: Key, value: str | None, *, remotes: set[str], fresh: bool) -> b
         case "submodule", "branch":
             return text == "." or bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_./-]*", text))
         case "remote", "promisor":
-            return fresh and _true_or_false(value)
+            return fresh is not None and _true_or_false(value)
         case "remote", "partialclonefilter":
-            return fresh and bool(_FILTER.fullmatch(text))
+            return fresh is not None and bool(_FILTER.fullmatch(text))
     return False
 
 
-def _fresh(section: str, name: str, value: str | None) -> bool:
+def _fresh(section: str, name: str, value: str | None, in_workspace: Fresh) -> bool:
     """What `git init` and `git clone` write, without which there is no repository."""
     text = value or ""
     match section, name:
@@ -260,7 +265,7 @@ def _fresh(section: str, name: str, value: str | None) -> bool:
         ):
             return _true_or_false(value)
         case "core", "worktree":
-            return bool(_WORKTREE.fullmatch(text))
+            return not _CONTROL.search(text) and in_workspace(text)
         case "extensions", "objectformat":
             return bool(_HASH.fullmatch(text))
         case "extensions", "partialclone":
@@ -277,7 +282,7 @@ class Merged(NamedTuple):
     dropped: list[str]
 
 
-def merge(host: str, base: str, now: str, *, fresh: bool = False) -> Merged:
+def merge(host: str, base: str, now: str, *, fresh: Fresh | None = None) -> Merged:
     """`host` with what changed from `base` to `now`, as far as it is allowed.
 
     Where the host changed the same key meanwhile, the host wins.

@@ -345,7 +345,12 @@ def _write_file(below: int, name: str, source: BinaryIO, mode: int) -> None:
 def _write_config(lower: str, upper: str, change: Change, outcome: repositories.Outcome) -> None:
     """A git configuration is merged by the allow-list, as at the end of an ordinary session."""
     now = walking.read(upper, change.path).decode("utf-8", "replace")
-    fresh = change.kind == "added"
+    added = change.kind == "added"
+    fresh = (
+        repositories.worktree_is_inside(os.path.realpath(lower), os.path.dirname(change.path))
+        if added
+        else None
+    )
     results: list[gitconfig.Merged] = []
 
     def merge(host: bytes) -> bytes:
@@ -354,7 +359,7 @@ def _write_config(lower: str, upper: str, change: Change, outcome: repositories.
         return results[0].text.encode("utf-8", "surrogateescape")
 
     with _making_parent(lower, change.path) as below:
-        if fresh:
+        if added:
             os.close(
                 os.open(
                     "config", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=below

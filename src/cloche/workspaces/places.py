@@ -51,6 +51,8 @@ def resolve(directory: str, *, home: str, state: str, environment: Mapping[str, 
         directory.encode()
     except UnicodeEncodeError:
         raise errors.error("path_invalid", f"the path of a workspace is not UTF-8: {directory!a}") from None
+    if not directory:
+        raise _missing(directory)
     try:
         root = os.path.realpath(directory, strict=True)
     except (FileNotFoundError, NotADirectoryError):

@@ -27,7 +27,8 @@ INSIDE = "/run/cloche/git"
 
 PROTECTED = ("hooks/", "config.worktree", "info/attributes", "remotes/", "branches/")
 MAX_NESTED = 16
-MAX_DIRECTORIES = 20_000
+MAX_DIRECTORIES = 20_000  # before a session: about half a second
+MAX_DIRECTORIES_AFTER = 500_000  # hostile code must not be able to hide behind many directories
 _EXCLUDE_NOTE = "# names that stand in for protected files while a sandbox runs\n"
 
 
@@ -67,9 +68,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
 
 
-def find(root: str) -> Found:
+def find(root: str, limit: int | None = None) -> Found:
     """Every directory that git would take for a repository, by its shape or because a `.git` leads to it."""
-    walk = walking.Walk(root, MAX_DIRECTORIES)
+    walk = walking.Walk(root, limit or MAX_DIRECTORIES)
     found: dict[str, None] = {}
     for listing in walk:
         if walking.is_git_dir(listing):
@@ -234,10 +235,11 @@ def _compare_host(repository: Repository, label: str, outcome: Outcome) -> None:
 
 def _write_merged(repository: Repository, now: str) -> gitconfig.Merged:
     results: list[gitconfig.Merged] = []
+    fresh = worktree_is_inside(repository.anchor, repository.path) if repository.fresh else None
 
     def change(host: bytes) -> bytes:
         text = host.decode("utf-8", "surrogateescape")
-        results.append(gitconfig.merge(text, repository.base, now, fresh=repository.fresh))
+        results.append(gitconfig.merge(text, repository.base, now, fresh=fresh))
         return results[0].text.encode("utf-8", "surrogateescape")
 
     # The host's git takes the same lock, so what is read is what is replaced.
@@ -245,9 +247,22 @@ def _write_merged(repository: Repository, now: str) -> gitconfig.Merged:
     return results[0]
 
 
+def worktree_is_inside(root: str, git_dir: str) -> gitconfig.Fresh:
+    """Whether a `core.worktree` of that git directory lies in the workspace and not in a git directory."""
+
+    def check(value: str) -> bool:
+        named = os.path.join(root, git_dir, value)
+        led_to = (os.path.normpath(named), os.path.realpath(named))
+        return all(
+            places.within(place, root) and ".git" not in place[len(root) :].split("/") for place in led_to
+        )
+
+    return check
+
+
 def disarm(root: str, known: Found, outcome: Outcome) -> None:
     """Make the git directories that appeared during a session harmless to the host."""
-    now = find(root)
+    now = find(root, MAX_DIRECTORIES_AFTER)
     for path in sorted(set(now.git_dirs) - set(known.git_dirs)):
         if not known.complete:
             outcome.warnings.append(
@@ -257,7 +272,7 @@ def disarm(root: str, known: Found, outcome: Outcome) -> None:
         _disarm_one(root, path, set(known.git_dirs), outcome)
     if not now.complete:
         outcome.warnings.append(
-            f"the workspace has more than {MAX_DIRECTORIES} directories; not all were searched for new repositories"
+            f"the workspace has more than {MAX_DIRECTORIES_AFTER} directories; not all were searched for new repositories"
         )
 
 
@@ -279,8 +294,11 @@ def _disarm_one(root: str, path: str, known: set[str], outcome: Outcome) -> None
 def _leads_home(root: str, path: str, known: set[str]) -> bool:
     """Whether a new worktree belongs to a repository that was there before."""
     text = walking.read_text(root, f"{path}/commondir")
-    target = os.path.normpath(f"{path}/{(text or '').strip()}")
-    return text is not None and os.path.basename(os.path.dirname(path)) == "worktrees" and target in known
+    if text is None or "\0" in text or os.path.basename(os.path.dirname(path)) != "worktrees":
+        return False
+    # The real path: by name alone, "link/.." would come to another place than git comes to.
+    target = os.path.realpath(os.path.join(root, path, text.strip()))
+    return target in {f"{root}/{one}" if one else root for one in known}
 
 
 def _disable(dir_fd: int, name: str, prefix: str, outcome: Outcome) -> None:
@@ -309,9 +327,10 @@ def _disarm_hooks(dir_fd: int, prefix: str, outcome: Outcome) -> None:
 def _filter_config(root: str, prefix: str, outcome: Outcome) -> None:
     """Keep of a new repository's configuration what the allow-list knows."""
     results: list[gitconfig.Merged] = []
+    fresh = worktree_is_inside(root, prefix)
 
     def change(data: bytes) -> bytes:
-        results.append(gitconfig.merge("", "", data.decode("utf-8", "replace"), fresh=True))
+        results.append(gitconfig.merge("", "", data.decode("utf-8", "replace"), fresh=fresh))
         return results[0].text.encode() if results[0].dropped else data
 
     label = prefix + "config"

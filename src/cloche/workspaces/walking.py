@@ -15,6 +15,7 @@ from typing import NamedTuple
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 MAX_TEXT = 1 << 20
+_MAX_DEPTH = 200
 
 
 @contextmanager
@@ -123,38 +124,58 @@ class Walk:
         self.complete = True
 
     def __iter__(self) -> Iterator[Listing]:
-        waiting = [""]
+        # Depth first, each directory opened from its parent's descriptor; the stack holds one per level.
+        stack: list[tuple[int, str, Iterator[str]]] = []
         seen = 0
-        while waiting:
-            if seen == self.limit:
-                self.complete = False
-                return
-            seen += 1
-            listing = self._list(waiting.pop())
-            if listing is None:
-                continue
-            yield listing
-            if not is_git_dir(
-                listing
-            ):  # what git keeps in there is no place for further repositories but `modules`
-                deeper = listing.directories
-            else:
-                deeper = listing.directories & {"modules", "worktrees"}
-            prefix = listing.path + "/" if listing.path else ""
-            waiting += [prefix + name for name in sorted(deeper, reverse=True)]
-
-    def _list(self, path: str) -> Listing | None:
-        files: set[str] = set()
-        directories: set[str] = set()
         try:
-            with directory(self.root, path) as fd, os.scandir(fd) as entries:
-                for entry in entries:
-                    (directories if entry.is_dir(follow_symlinks=False) else files).add(entry.name)
-        except OSError:
-            if not path:
-                raise
-            return None  # gone or unreadable: then git on the host cannot use it either
-        return Listing(path, frozenset(files), frozenset(directories))
+            fd, path = os.open(self.root, DIRECTORY), ""
+            while True:
+                listing = _list(fd, path)
+                stack.append((fd, path + "/" if path else "", iter(_deeper(listing))))
+                seen += 1
+                yield listing
+                step = self._next(stack)
+                if step is None:
+                    return
+                fd, path = step
+                if seen == self.limit:
+                    os.close(fd)
+                    self.complete = False
+                    return
+        finally:
+            for fd, _path, _names in stack:
+                os.close(fd)
+
+    def _next(self, stack: list[tuple[int, str, Iterator[str]]]) -> tuple[int, str] | None:
+        """Open the next directory, going up where one is done. The unreadable is skipped: git cannot read it either."""
+        while stack:
+            fd, prefix, names = stack[-1]
+            for name in names:
+                if len(stack) > _MAX_DEPTH:
+                    self.complete = False
+                    break
+                try:
+                    return os.open(name, DIRECTORY, dir_fd=fd), prefix + name
+                except OSError:
+                    continue
+            stack.pop()
+            os.close(fd)
+        return None
+
+
+def _list(fd: int, path: str) -> Listing:
+    files: set[str] = set()
+    directories: set[str] = set()
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            (directories if entry.is_dir(follow_symlinks=False) else files).add(entry.name)
+    return Listing(path, frozenset(files), frozenset(directories))
+
+
+def _deeper(listing: Listing) -> list[str]:
+    """What git keeps in a repository is no place for further ones, but for these."""
+    inner = listing.directories & {"modules", "worktrees"} if is_git_dir(listing) else listing.directories
+    return sorted(inner)
 
 
 def is_git_dir(listing: Listing) -> bool:
