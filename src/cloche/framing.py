@@ -3,18 +3,25 @@
     length (4) · kind (1) · channel (4), little-endian; the body is JSON, or bytes where the kind says so
 
 A channel is one call, numbered by the client. A call is answered by one RESULT, or by ITEMs and an END; either may be
-an ERROR instead. `run` (one command, attached) answers with raw STDOUT and STDERR frames before its RESULT, and takes
-INPUT frames (an empty one is the end of input) and CONTROL frames. Standard library only: the thin client uses it.
+an ERROR instead. `run` (one command, attached) answers with an ITEM that names the execution, raw STDOUT and STDERR
+frames and a RESULT. It takes INPUT frames (an empty one is the end of input) and CONTROL frames; a TAKEN frame says how
+many bytes of input the command has been given, and a client has at most WINDOW bytes on the way, so that a command that
+never reads cannot keep a signal from passing.
+
+What stays the same in every protocol, so that strangers can part politely: this header, CALL, RESULT, ERROR, and the
+methods `hello` and `stop`. Standard library only: the thin client uses it.
 """
 
 import struct
 
 PROTOCOL = 1
 HEADER = struct.Struct("<IBI")
+COUNT = struct.Struct("<I")
 MAX_BODY = 1 << 30
+WINDOW = 1 << 20
 
 CALL, INPUT, CONTROL, CANCEL = 1, 2, 3, 4
-RESULT, ITEM, END, ERROR, STDOUT, STDERR = 16, 17, 18, 19, 20, 21
+RESULT, ITEM, END, ERROR, STDOUT, STDERR, TAKEN = 16, 17, 18, 19, 20, 21, 22
 
 
 def pack(kind: int, channel: int, body: bytes = b"") -> bytes:
@@ -30,12 +37,15 @@ class Reader:
     def feed(self, data: bytes) -> "list[tuple[int, int, bytes]]":
         self._buffer += data
         frames = []
-        while len(self._buffer) >= HEADER.size:
-            length, kind, channel = HEADER.unpack_from(self._buffer)
+        start = 0
+        while len(self._buffer) - start >= HEADER.size:
+            length, kind, channel = HEADER.unpack_from(self._buffer, start)
             if length > MAX_BODY:
                 raise ValueError("a frame exceeds 1 GiB")
-            if len(self._buffer) < HEADER.size + length:
+            end = start + HEADER.size + length
+            if len(self._buffer) < end:
                 break
-            frames.append((kind, channel, bytes(self._buffer[HEADER.size : HEADER.size + length])))
-            del self._buffer[: HEADER.size + length]
+            frames.append((kind, channel, bytes(self._buffer[start + HEADER.size : end])))
+            start = end
+        del self._buffer[:start]
         return frames

@@ -7,6 +7,7 @@ the moment it is declared, and both sides check types by the same declaration.
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections.abc import AsyncIterator
 from functools import cache
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cloche import errors, interfaces, model
+from cloche import errors, interfaces, model, settings
 
 LOCAL_ONLY = ("aclose",)
 
@@ -52,17 +53,35 @@ class Call(msgspec.Struct):
     method: str
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
     protocol: int = 0
+    version: str = ""
+    """The client's; empty for one that works with any of the protocol."""
 
 
 class RunArguments(msgspec.Struct, forbid_unknown_fields=True):
     """`run`: create, execute attached, delete; or attach to what exists."""
 
-    spec: model.SandboxSpec | None = None
+    spec: dict[str, Any] | None = None
+    """The fields that were said; the others are the settings' (see `complete`)."""
     request: model.ExecRequest | None = None
     sandbox: str | None = None
     execution: str | None = None
     after: int = 0
     keep: bool = False
+    capture: bool = False
+    """Hand back what the command writes in the result, instead of as it is written."""
+
+
+def complete(said: dict[str, Any], defaults: settings.Defaults) -> model.SandboxSpec:
+    """A spec from the fields that were said. The thin client reads no settings, so its server fills them in."""
+    resources = {**msgspec.to_builtins(defaults.resources), **said.get("resources", {})}
+    base = {
+        "profile": defaults.profile, "template": defaults.template, "minimum_isolation": defaults.minimum_isolation,
+        "timeout_s": defaults.timeout_s, "idle_timeout_s": defaults.idle_timeout_s,
+    }  # fmt: skip
+    try:
+        return msgspec.convert({**base, **said, "resources": resources}, model.SandboxSpec)
+    except msgspec.ValidationError as problem:
+        raise _invalid(problem) from None
 
 
 def decode_call(body: bytes) -> Call:
@@ -77,7 +96,27 @@ def _decode(body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as problem:
-        code = "field_unknown" if "unknown field" in str(problem) else "argument_invalid"
-        raise errors.error(code, f"the request is not valid: {problem}") from None
+        raise _invalid(problem) from None
     except msgspec.DecodeError as problem:
+        if b"\\udc" not in body:
+            raise errors.error("argument_invalid", f"the request is not JSON: {problem}") from None
+    return _decode_surrogates(body, kind)
+
+
+def _decode_surrogates(body: bytes, kind: Any) -> Any:
+    """Arguments and paths that are not UTF-8 come as lone surrogates, which only the standard parser takes."""
+    try:
+        plain = json.loads(body)
+        if kind is Call:  # the arguments are decoded later, from their own bytes
+            plain["arguments"] = msgspec.Raw(json.dumps(plain.get("arguments", {})).encode())
+            return Call(**{name: plain[name] for name in Call.__struct_fields__ if name in plain})
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as problem:
+        raise _invalid(problem) from None
+    except (ValueError, TypeError, AttributeError) as problem:
         raise errors.error("argument_invalid", f"the request is not JSON: {problem}") from None
+
+
+def _invalid(problem: msgspec.ValidationError) -> errors.ClocheError:
+    code = "field_unknown" if "unknown field" in str(problem) else "argument_invalid"
+    return errors.error(code, f"the request is not valid: {problem}")

@@ -2,7 +2,9 @@
 
 A connection is one client. Sandboxes that a client made and did not ask to stay end with its connection; an execution
 in a sandbox that stays survives a disconnect. Peers must have the server's own uid. `run` is the thin client's whole
-conversation: one message out, raw output back, one result.
+conversation: one message out, raw output back, one result (framing.py has the frames, design/0004 the reasons).
+
+`Connection` is also what the command line serves itself from when no keeper is there, over a socket pair.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ import os
 import signal
 import socket
 import struct
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
 
-from cloche import __version__, errors, framing, interfaces, model, rpc
+from cloche import __version__, errors, framing, interfaces, model, rpc, settings
 
 _CHUNK = 1 << 18
 _HIGH_WATER = 4 << 20
+_BACKLOG = 256
 
 
 class Engine(Protocol):
@@ -33,42 +35,62 @@ class Engine(Protocol):
 
 
 class Keeper:
-    def __init__(self, backend: interfaces.Backend, engine: Engine, *, idle_exit_s: float | None) -> None:
+    """Listens, counts who is there, and leaves when nobody is."""
+
+    def __init__(
+        self,
+        backend: interfaces.Backend,
+        engine: Engine,
+        *,
+        idle_exit_s: float | None,
+        defaults: settings.Defaults | None = None,
+    ) -> None:
         self._backend = backend
         self._engine = engine
         self._idle_exit_s = idle_exit_s
+        self._defaults = defaults or settings.Defaults()
         self._connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
-        self._idle = asyncio.Event()
+        self._leaving = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     async def serve(self, path: str) -> None:
         """Listen until idle for long enough, or told to stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._idle.set)
+            loop.add_signal_handler(number, self._leaving.set)
         self._server = await asyncio.start_unix_server(self._accept, sock=listen(path))
         self.look_again()
         try:
-            await self._idle.wait()
+            await self._leaving.wait()
         finally:
-            self._server.close()
             # The name goes before the engine: who comes now starts another keeper instead of meeting a dying one.
             with suppress(OSError):
                 os.unlink(path)
+            self._server.close()
             for connection in list(self._connections):
                 connection.close()
             await self._backend.aclose()
 
+    def stop(self) -> bool:
+        """Leave, unless somebody's sandbox would end by it; whether we leave."""
+        if self._engine.live == 0:
+            self._leaving.set()
+        return self._leaving.is_set()
+
+    @property
+    def live(self) -> int:
+        return self._engine.live
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(self._backend, writer)
+        connection = Connection(self._backend, writer, self._defaults, keeper=self)
         self._connections.add(connection)
         self.look_again()
         try:
             if _peer_uid(writer) not in (os.geteuid(), 0):
                 connection.fail(0, errors.error("peer_refused", "this socket serves its owner only"))
-                return
-            await connection.run(reader)
+            else:
+                await connection.run(reader)
         finally:
             await connection.finish()
             self._connections.discard(connection)
@@ -84,7 +106,7 @@ class Keeper:
 
     def _maybe_leave(self) -> None:
         if self._engine.live == 0 and not self._connections:
-            self._idle.set()
+            self._leaving.set()
         else:
             self.look_again()
 
@@ -92,37 +114,48 @@ class Keeper:
 class Connection:
     """One client: its calls under way, and the sandboxes that end with it."""
 
-    def __init__(self, backend: interfaces.Backend, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        backend: interfaces.Backend,
+        writer: asyncio.StreamWriter,
+        defaults: settings.Defaults,
+        *,
+        keeper: Keeper | None = None,
+    ) -> None:
         self._backend = backend
         self._writer = writer
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._inputs: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
+        self._defaults = defaults
+        self._keeper = keeper
+        self._calls: dict[int, _Call] = {}
         self._owned: set[str] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
 
     async def run(self, reader: asyncio.StreamReader) -> None:
+        """Serve until the client leaves."""
         frames = framing.Reader()
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             while data := await reader.read(_CHUNK):
                 for kind, channel, body in frames.feed(data):
                     self._take(kind, channel, body)
 
     def _take(self, kind: int, channel: int, body: bytes) -> None:
         if kind == framing.CALL:
-            self._inputs[channel] = asyncio.Queue()
-            task = asyncio.get_running_loop().create_task(self._serve(channel, body), name=f"call {channel}")
-            self._calls[channel] = task
-        elif kind in (framing.INPUT, framing.CONTROL) and channel in self._inputs:
-            self._inputs[channel].put_nowait((kind, body))
-        elif kind == framing.CANCEL and channel in self._calls:
+            self._calls[channel] = _Call()
+            self._calls[channel].task = _spawn(self._serve(channel, body), f"call {channel}")
+        elif channel not in self._calls:
+            return
+        elif kind == framing.INPUT:
+            self._calls[channel].input.put_nowait(body)
+        elif kind == framing.CONTROL:
+            self._calls[channel].control.put_nowait(body)
+        elif kind == framing.CANCEL:
             self._calls[channel].cancel()
 
     async def _serve(self, channel: int, body: bytes) -> None:
         try:
             call = rpc.decode_call(body)
-            if call.protocol != framing.PROTOCOL:
-                raise errors.error(
-                    "server_version_mismatch", f"the keeper speaks protocol {framing.PROTOCOL}, the client {call.protocol}"
-                )
+            if call.method not in ("hello", "stop"):
+                self._check_version(call)
             await self._answer(channel, call)
         except errors.ClocheError as problem:
             self.fail(channel, problem)
@@ -132,11 +165,27 @@ class Connection:
             self.fail(channel, errors.error("internal_error", f"{type(problem).__name__}: {problem}"))
         finally:
             self._calls.pop(channel, None)
-            self._inputs.pop(channel, None)
+
+    def _check_version(self, call: rpc.Call) -> None:
+        if call.protocol == framing.PROTOCOL and call.version in ("", __version__):
+            return
+        raise errors.error(
+            "server_version_mismatch",
+            f"this server is version {__version__} (protocol {framing.PROTOCOL}), "
+            f"the client {call.version or '?'} (protocol {call.protocol})",
+            **self._greeting(),
+        )
+
+    def _greeting(self) -> dict[str, Any]:
+        live = self._keeper.live if self._keeper is not None else 0
+        return {"protocol": framing.PROTOCOL, "version": __version__, "pid": os.getpid(), "live": live}
 
     async def _answer(self, channel: int, call: rpc.Call) -> None:
         if call.method == "hello":
-            self.send(framing.RESULT, channel, {"protocol": framing.PROTOCOL, "version": __version__, "pid": os.getpid()})
+            self.send(framing.RESULT, channel, self._greeting())
+        elif call.method == "stop":
+            stopped = self._keeper is not None and self._keeper.stop()
+            self.send(framing.RESULT, channel, {**self._greeting(), "stopped": stopped})
         elif call.method == "run":
             await self._run(channel, rpc.decode_arguments(call.arguments, rpc.RunArguments))
         else:
@@ -162,60 +211,101 @@ class Connection:
     # ── run: one command, attached ──────────────────────────────────────────────────────────────
 
     async def _run(self, channel: int, arguments: rpc.RunArguments) -> None:
-        sandbox, execution = arguments.sandbox, arguments.execution
-        made = None
+        call = self._calls[channel]
+        call.keep = arguments.keep
+        sandbox, made = arguments.sandbox, None
         if sandbox is None:
-            if arguments.spec is None:
-                raise errors.error("argument_invalid", "run needs a sandbox or a spec")
-            made = await self._backend.create(arguments.spec)
-            sandbox = made.id
-            self._owned.add(sandbox)
-        if execution is None:
-            if arguments.request is None:
-                raise errors.error("argument_invalid", "run needs an execution or a request")
-            execution = (await self._backend.start(sandbox, arguments.request)).id
-        self.send(framing.ITEM, channel, {"sandbox": sandbox, "execution": execution})
-        feeding = asyncio.get_running_loop().create_task(self._feed(channel, sandbox, execution), name=f"input {channel}")
+            sandbox = made = await self._create(arguments)
         try:
+            execution = arguments.execution or await self._start(sandbox, arguments.request)
+            self.send(framing.ITEM, channel, {"sandbox": sandbox, "execution": execution})
+            call.helpers = [
+                _spawn(self._feed(channel, call, sandbox, execution), f"input {channel}"),
+                _spawn(self._steer(call, sandbox, execution), f"control {channel}"),
+            ]
             async for event in self._backend.attach(sandbox, execution, arguments.after):
-                await self._forward(channel, event)
+                await self._forward(channel, arguments, sandbox, event)
         finally:
-            feeding.cancel()
-            if made is not None and not arguments.keep:
-                # The answer does not wait for the sandbox's end; the connection's end makes sure of it.
-                task = asyncio.get_running_loop().create_task(self._drop(sandbox), name=f"drop {sandbox}")
-                _background.add(task)
-                task.add_done_callback(_background.discard)
-            elif made is not None:
-                self._owned.discard(sandbox)
+            call.end_helpers()
+            if made is not None:
+                self._part(made, keep=call.keep)
 
-    async def _forward(self, channel: int, event: model.StreamEvent) -> None:
+    async def _create(self, arguments: rpc.RunArguments) -> str:
+        if arguments.spec is None:
+            raise errors.error("argument_invalid", "run needs a sandbox or a spec")
+        # It ends with its command, however long that takes; one that is kept gets its time from then on.
+        spec = msgspec.structs.replace(rpc.complete(arguments.spec, self._defaults), timeout_s=None)
+        made = (await self._backend.create(spec)).id
+        if not arguments.keep:
+            self._owned.add(made)
+        return made
+
+    async def _start(self, sandbox: str, request: model.ExecRequest | None) -> str:
+        if request is None:
+            raise errors.error("argument_invalid", "run needs an execution or a request")
+        return (await self._backend.start(sandbox, request)).id
+
+    def _part(self, sandbox: str, *, keep: bool) -> None:
+        """A run is over. The answer does not wait for the sandbox's end; the connection's end makes sure of it."""
+        after = self._keep(sandbox) if keep else self._drop(sandbox)
+        task = _spawn(after, f"part {sandbox}")
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+    async def _keep(self, sandbox: str) -> None:
+        self._owned.discard(sandbox)
+        with suppress(errors.ClocheError):
+            await self._backend.extend(sandbox, self._defaults.timeout_s)
+
+    async def _drop(self, sandbox: str) -> None:
+        self._owned.discard(sandbox)
+        with suppress(errors.ClocheError):
+            await self._backend.delete(sandbox)
+
+    async def _forward(
+        self, channel: int, arguments: rpc.RunArguments, sandbox: str, event: model.StreamEvent
+    ) -> None:
         match event:
             case model.Output(stream=stream, data=data):
-                self._writer.write(framing.pack(framing.STDOUT if stream == "stdout" else framing.STDERR, channel, data))
-                if self._writer.transport.get_write_buffer_size() > _HIGH_WATER:
-                    await self._writer.drain()
+                if not arguments.capture:
+                    await self._pass_on(framing.STDOUT if stream == "stdout" else framing.STDERR, channel, data)
             case model.Exited(result=result):
-                bare = msgspec.structs.replace(result, stdout_bytes=b"", stderr_bytes=b"")
-                self.send(framing.RESULT, channel, {"result": bare, "code": result.shell_code})
+                if not arguments.capture:
+                    result = msgspec.structs.replace(result, stdout_bytes=b"", stderr_bytes=b"")
+                code, kept = result.shell_code, sandbox if arguments.keep else None
+                quiet = kept is None and (code == 0 or not result.denials)
+                # The order is part of the protocol: the thin client reads the beginning only.
+                answer = {"code": code, "quiet": quiet, "sandbox": kept, "result": result}
+                self.send(framing.RESULT, channel, answer)
             case _:
                 self.send(framing.ITEM, channel, event)
 
-    async def _feed(self, channel: int, sandbox: str, execution: str) -> None:
-        queue = self._inputs[channel]
-        while True:
-            kind, body = await queue.get()
-            with suppress(errors.ClocheError):
-                if kind == framing.INPUT:
-                    await self._backend.write_stdin(sandbox, execution, body, not body)
-                else:
-                    await self._control(sandbox, execution, msgspec.json.decode(body))
+    async def _pass_on(self, kind: int, channel: int, data: bytes) -> None:
+        if self._writer.is_closing():
+            return
+        self._writer.write(framing.pack(kind, channel, data))
+        if self._writer.transport.get_write_buffer_size() > _HIGH_WATER:
+            await self._writer.drain()
 
-    async def _control(self, sandbox: str, execution: str, order: dict[str, Any]) -> None:
-        if "signal" in order:
-            await self._backend.signal(sandbox, execution, int(order["signal"]), bool(order.get("tree")))
-        elif "columns" in order:
-            await self._backend.resize(sandbox, execution, int(order["columns"]), int(order["rows"]))
+    async def _feed(self, channel: int, call: _Call, sandbox: str, execution: str) -> None:
+        while True:
+            data = await call.input.get()
+            with suppress(errors.ClocheError):  # it takes no more: the client learns from the result
+                await self._backend.write_stdin(sandbox, execution, data, not data)
+            if data and not self._writer.is_closing():
+                self._writer.write(framing.pack(framing.TAKEN, channel, framing.COUNT.pack(len(data))))
+
+    async def _steer(self, call: _Call, sandbox: str, execution: str) -> None:
+        while True:
+            order = msgspec.json.decode(await call.control.get(), type=_Order)
+            with suppress(errors.ClocheError):
+                if order.signal:
+                    await self._backend.signal(sandbox, execution, order.signal, order.tree)
+                if order.columns:
+                    await self._backend.resize(sandbox, execution, order.columns, order.rows)
+            if order.stay:
+                call.keep = True
+                self._owned.discard(sandbox)
 
     # ── sending and ending ──────────────────────────────────────────────────────────────────────
 
@@ -230,21 +320,69 @@ class Connection:
         self._writer.close()
 
     async def finish(self) -> None:
-        for task in list(self._calls.values()):
+        """The client has left: end what was its own."""
+        under_way = [call.task for call in self._calls.values() if call.task is not None]
+        for task in under_way:
             task.cancel()
-        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+        await asyncio.gather(*under_way, return_exceptions=True)
         await asyncio.gather(*(self._drop(sandbox) for sandbox in list(self._owned)))
+        await asyncio.gather(*self._dropping, return_exceptions=True)
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()
 
-    async def _drop(self, sandbox: str) -> None:
-        self._owned.discard(sandbox)
-        with suppress(errors.ClocheError):
-            await self._backend.delete(sandbox)
+
+class _Order(msgspec.Struct):
+    """A CONTROL frame."""
+
+    signal: int = 0
+    tree: bool = False
+    columns: int = 0
+    rows: int = 0
+    stay: bool = False
+    """The sandbox outlives this connection after all: a shell was detached."""
 
 
-_background: set[asyncio.Task[None]] = set()
+class _Call:
+    """One call under way. Signals have a queue of their own: input that nobody reads must not hold them up."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.helpers: list[asyncio.Task[None]] = []
+        self.input: asyncio.Queue[bytes] = asyncio.Queue()
+        self.control: asyncio.Queue[bytes] = asyncio.Queue()
+        self.keep = False
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def end_helpers(self) -> None:
+        for helper in self.helpers:
+            helper.cancel()
+
+
+def _spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(work, name=name)
+
+
+async def serve_pair(
+    sock: socket.socket, make_backend: Callable[[], interfaces.Backend], defaults: settings.Defaults
+) -> None:
+    """One client on one end of a socket pair, with an engine of its own that ends with it."""
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    try:
+        backend = make_backend()
+    except errors.ClocheError as problem:
+        writer.write(framing.pack(framing.ERROR, 1, msgspec.json.encode(problem.to_dict())))
+        writer.close()
+        return
+    connection = Connection(backend, writer, defaults)
+    try:
+        await connection.run(reader)
+    finally:
+        await connection.finish()
+        await backend.aclose()
 
 
 def listen(path: str) -> socket.socket:
@@ -257,7 +395,7 @@ def listen(path: str) -> socket.socket:
         sock.bind(path)
     finally:
         os.umask(mask)
-    sock.listen(256)
+    sock.listen(_BACKLOG)
     return sock
 
 
@@ -266,5 +404,3 @@ def _peer_uid(writer: asyncio.StreamWriter) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
-
-
