@@ -15,6 +15,7 @@ import _signal
 import errno
 import fcntl
 import os
+import resource
 import select
 import signal
 import socket
@@ -25,6 +26,7 @@ import termios
 from cloche.guest import calls, wire
 
 _IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ), int(signal.SIGINT), int(signal.SIGHUP))
+_FIRST_MARK = 10**15
 _SHELLS = ("/bin/bash", "/bin/sh")
 _LIST_LIMIT = 20_000
 _BATCH = 400  # directory entries in one frame: well under wire.INLINE
@@ -38,6 +40,8 @@ class Agent:
         self.can_switch = bool(config["can_switch"])
         self.uid = int(config["uid"])  # type: ignore[call-overload]
         self.leaders: set[int] = set()
+        self.marks: dict[int, int] = {}  # of the live leaders, see `mark`
+        self.next_mark = _FIRST_MARK
         self.watches: dict[int, Watch] = {}
         self.shell = next((s for s in _SHELLS if os.access(s, os.X_OK)), "/bin/sh")
         self.poll = select.poll()
@@ -100,6 +104,7 @@ class Agent:
         if identity == 0:
             environment.update(HOME="/root", USER="root", LOGNAME="root", **message["env"])  # type: ignore[arg-type]
         cwd = self.locate_cwd(str(message.get("cwd") or self.default_cwd), identity)
+        mark = self.mark()
         try:
             argv = self.arguments(message, fds)
             pid = 0
@@ -110,7 +115,21 @@ class Agent:
         finally:
             os.close(cwd)
         self.leaders.add(pid)
+        self.marks[pid] = mark
         return {"pid": pid}, []
+
+    def mark(self) -> int:
+        """A number that the next command and all that comes from it carry, whatever they do to session and parents.
+
+        It is a limit of processor time for real-time scheduling, which is not to be had inside: a limit is inherited
+        through fork and exec, /proc shows it, and without a capability it can only be lowered, so ours count down.
+        """
+        self.next_mark -= 1
+        try:
+            resource.setrlimit(resource.RLIMIT_RTTIME, (self.next_mark, self.next_mark))
+        except (OSError, ValueError):
+            return -1  # the caller's own limit is lower: the line and the session must do
+        return self.next_mark
 
     def spawn(self, argv: "list[str]", environment: "dict[str, str]", cwd: int, fds: "list[int]") -> int:
         """The fast way: posix_spawn shares this process's memory until exec, where a fork would copy its page tables.
@@ -199,6 +218,7 @@ class Agent:
                 return
             if pid in self.leaders:
                 self.leaders.discard(pid)
+                self.marks.pop(pid, None)
                 cpu_ms = (usage.ru_utime + usage.ru_stime) * 1000
                 self.send({"exit": pid, "status": status, "cpu_ms": cpu_ms, "rss_kib": usage.ru_maxrss})
 
@@ -219,8 +239,7 @@ class Agent:
     def kill_tree(self, leader: int, number: int) -> int:
         """Signal everything that came from `leader`, until a look finds nothing new.
 
-        Stopping first keeps a fork bomb from outrunning the look. What has left both the leader's line and its session
-        belongs to nobody; while no other execution is live, that is this one's too.
+        Stopping first keeps a fork bomb from outrunning the look. What earlier commands left running is spared.
         """
         seen: set[int] = set()
         for _ in range(50):
@@ -239,14 +258,15 @@ class Agent:
     def tree(self, leader: int) -> "set[int]":
         parents: dict[int, int] = {}
         sessions: dict[int, int] = {}
+        tree = {leader}
+        mark = self.marks.get(leader, -1)
         with self.acting_as(0):  # the group that /proc's hidepid lets see everybody
             for name in os.listdir("/proc"):
                 found = calls.parent_and_session(int(name)) if name.isdigit() else None
                 if found:
                     parents[int(name)], sessions[int(name)] = found
-        if self.leaders == {leader}:
-            return set(parents) - {1}
-        tree = {leader}
+            if mark > 0:
+                tree |= {pid for pid in parents if pid != 1 and calls.mark_of(pid) == mark}
         grown = True
         while grown:
             more = {p for p in parents if p not in tree and (parents[p] in tree or sessions[p] == leader)}

@@ -78,6 +78,16 @@ def parent_and_session(pid: int) -> "tuple[int, int] | None":
         return None
 
 
+def mark_of(pid: int) -> int:
+    """The limit that `Agent.mark` set, -1 if there is none."""
+    try:
+        with open(f"/proc/{pid}/limits", "rb", buffering=0) as file:
+            fields = file.read(4096).rpartition(b"Max realtime timeout")[2].split()
+        return int(fields[1])
+    except (OSError, ValueError, IndexError):
+        return -1
+
+
 def _checked(result: int) -> int:
     if result < 0:
         code = ctypes.get_errno()
@@ -88,5 +98,6 @@ def _checked(result: int) -> int:
 def prime() -> None:
     os.close(open_inside("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
     parent_and_session(os.getpid())
+    mark_of(os.getpid())
     os.close(inotify_init())
     ctypes.get_errno()
