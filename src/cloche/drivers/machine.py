@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import select
 import struct
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -227,6 +228,15 @@ class GuestMachine(interfaces.Machine):
 
     def _refused_call(self) -> None:
         """Answer EPERM and tell. A guest that floods is answered ENOSYS by the kernel from then on, at no cost to us."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        found = dict(poll.poll(0)).get(self._listener, 0)
+        if not found & select.POLLIN:
+            # POLLHUP: nobody under the filter is left. It stays readable until closed, and the loop would spin on it
+            # for as long as the kernel takes to end the rest; older kernels would even block in the ioctl.
+            if found:
+                self._stop_listening()
+            return
         try:
             call = seccomp.receive(self._listener)
         except OSError:
