@@ -37,7 +37,7 @@ _NS = 1_000_000_000
 def main() -> None:
     """The entry of the rung `process`. Never returns."""
     confining.keep_only(confining.LINK, confining.CONTROL, confining.LOCK)
-    link = socket.socket(fileno=confining.LINK)
+    link = confining.own(confining.LINK)
     received = wire.receive(link)
     if received is None:
         os._exit(0)
@@ -78,10 +78,13 @@ def _be_agent(link: socket.socket, message: "dict[str, object]", relay: socket.s
 def _resident(link: socket.socket, config: "dict[str, object]") -> agent.Agent:
     program = narrow.before(narrow.ALLOW_ALL, narrow.COMMAND)
 
+    def narrowed() -> None:
+        seccomp.load(program)
+
     def expose(seen: bool) -> None:
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, int(seen))
 
-    return standalone.Resident(link, config, lambda: seccomp.load(program) and None, expose)
+    return standalone.Resident(link, config, narrowed, expose)
 
 
 # --- the supervisor's side ----------------------------------------------------------------------------------
@@ -100,7 +103,7 @@ def _watch(child: int, engine: int, message: "dict[str, object]", relay: socket.
     # SAFETY: SIGTERM and not SIGKILL: there is work to do when the engine dies. After the credentials changed, which
     # clears it. tests/drivers/test_process.py::test_a_killed_engine_leaves_nothing
     processes.set_pdeathsig(signal.SIGTERM, parent=engine)
-    control = socket.socket(fileno=confining.CONTROL)
+    control = confining.own(confining.CONTROL)
     calls = _Calls(roots, control)
     poll = select.poll()
     for fd in (control.fileno(), wake_read, relay.fileno()):
@@ -144,7 +147,7 @@ def _reap_until(child: int) -> bool:
 
 
 def end_everything(group: str) -> None:
-    """Kill what descends from this process until nothing does. Waits for each, so that no zombie is left either."""
+    """Kill what descends from this process until nothing does, and reap it."""
     held = cgroups.detect().open(group) if group else None
     if held is not None:
         held.thaw()
@@ -159,7 +162,8 @@ def end_everything(group: str) -> None:
                 except ProcessLookupError:
                     pass
         try:
-            os.waitpid(-1, 0)
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.001)  # the dying take a moment; a look may have missed one, so never wait for good
         except ChildProcessError:
             break
     if held is not None:

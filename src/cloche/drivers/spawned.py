@@ -1,0 +1,323 @@
+"""Machines whose first process the engine starts itself: what the rungs `bubblewrap` and `process` share.
+
+A machine is one child of the engine (bubblewrap's monitor, or the supervisor), the link to its agent, and perhaps a
+cgroup. The child is started by posix_spawn, never by a fork of the engine, with an empty environment, in a session of
+its own, and with exactly the descriptors that it is given. Its end is the machine's end: each rung sees to it that the
+child goes last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import sys
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from cloche import errors, interfaces, model, policy
+from cloche.drivers import link, machine
+from cloche.guest import wire
+from cloche.linux import cgroups, landlock, processes
+
+_MIB = 1 << 20
+_READY_TIMEOUT_S = 20.0
+_PROBE_TIMEOUT_S = 20.0
+PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class Held(NamedTuple):
+    """What the sandbox's first process does about its limits itself."""
+
+    rlimits: dict[str, int]
+    affinity: list[int] | None
+
+
+# ── starting a process ─────────────────────────────────────────────────────────────────────────────
+
+
+def program(entry: str, root: str) -> list[str]:
+    """Arguments that make a Python run `entry` ("module:function" of ours, found beneath `root`) and nothing else."""
+    module, _, function = entry.partition(":")
+    code = f"import sys; sys.path.insert(0, {root!r}); from {module} import {function}; {function}()"
+    return ["-I", "-S", "-c", code]
+
+
+def spawn(argv: Sequence[str], fds: Sequence[int], stderr: int) -> int:
+    """Start a process with `fds` as 3, 4, 5, … and nothing else of ours."""
+    # Copies far above, because a source may sit where another target goes.
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 100) for fd in (stderr, *fds)]
+    actions: list[tuple[Any, ...]] = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0),
+    ]
+    actions += [(os.POSIX_SPAWN_DUP2, source, target) for target, source in enumerate(high, start=2)]
+    try:
+        # A session of its own: ^C at the caller's terminal is the engine's business, not the sandbox's.
+        return os.posix_spawn(argv[0], list(argv), {}, file_actions=actions, setsid=True)
+    finally:
+        wire.close_all(high)
+
+
+async def run(argv: Sequence[str], fds: Sequence[int] = ()) -> tuple[int, str]:
+    """Run a helper to its end: its exit status (negative for a signal) and what it said, on either stream."""
+    said = os.memfd_create("said", os.MFD_CLOEXEC)
+    try:
+        shell = ["/bin/sh", "-c", 'exec "$@" >&2', "sh", *argv]
+        pid = spawn(shell, fds, said)
+        pidfd = os.pidfd_open(pid)
+        try:
+            await asyncio.wait_for(_readable(pidfd), _PROBE_TIMEOUT_S)
+        except TimeoutError:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            await _readable(pidfd)
+        finally:
+            os.close(pidfd)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), _read_all(said)
+    finally:
+        os.close(said)
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+    loop.add_reader(fd, lambda: None if done.done() else done.set_result(None))
+    try:
+        await done
+    finally:
+        loop.remove_reader(fd)
+
+
+def _read_all(fd: int) -> str:
+    return os.pread(fd, 16384, 0).decode("utf-8", "replace").strip()
+
+
+# ── a driver ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class SpawnedDriver(interfaces.Driver):
+    """The parts of a driver that do not depend on the rung."""
+
+    agents = 1
+    """Processes of ours in the cgroup, which the user's limit does not count."""
+
+    def __init__(self, home: str, *, landlock_abi: int | None = None) -> None:
+        """`landlock_abi` is for a caller that knows it already, or wants no more of it."""
+        self.home = home
+        self.abi = landlock.abi() if landlock_abi is None else landlock_abi
+        self.groups: cgroups.Hierarchy
+        self.machines: dict[str, SpawnedMachine] = {}
+        self._closed = False
+
+    async def start(self) -> None:
+        if not sys.executable:
+            raise errors.error("kernel_feature_missing", "this Python does not know its own executable (sys.executable)")
+        self.groups = cgroups.detect()
+        await self.prepare()
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Find out whether this host can; raise `NotSupported` with cause and fix where it cannot."""
+
+    @abstractmethod
+    def held_features(self) -> set[str]:
+        """What `policy.required` may ask for and gets."""
+
+    @abstractmethod
+    def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> SpawnedMachine:
+        """Start the process of a new machine and tell it everything; on failure leave nothing."""
+
+    async def create(
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None = None
+    ) -> SpawnedMachine:
+        self._refuse(rules, exposure)
+        made = self.make(sandbox_id, spec, rules)
+        try:
+            await asyncio.wait_for(asyncio.shield(made.ready), _READY_TIMEOUT_S)
+        except TimeoutError:
+            await made.kill("creation took too long")
+            raise errors.error("sandbox_create_failed", "the sandbox did not get ready in time") from None
+        except errors.SandboxError as problem:
+            await made.kill("creation failed")
+            raise _explained(problem, made.said) from None
+        except BaseException:
+            await made.kill("creation failed")
+            raise
+        return made
+
+    def _refuse(self, rules: policy.Policy, exposure: interfaces.Exposure | None) -> None:
+        if self._closed:
+            raise errors.error("sandbox_create_failed", f"the driver {self.name!r} has been closed")
+        if exposure is not None:
+            raise errors.error(
+                "not_supported_by_driver",
+                f"the driver {self.name!r} cannot show a workspace with its protected files",
+                hint="use the driver 'namespaces', or copy the files in (box.files.write)",
+            )
+        held = self.held_features() | {f"cgroup_{name}" for name in self.groups.enforceable}
+        for feature in rules.required:
+            if feature not in held:
+                raise errors.error(
+                    "kernel_feature_missing",
+                    f"the policy requires {feature!r}, which the driver {self.name!r} does not give on this host",
+                    hint="run `cloche doctor`, or drop it from policy.required",
+                )
+
+    def make_group(self) -> cgroups.Group | None:
+        if not self.groups.enforceable and not self.groups.kills:
+            return None
+        return self.groups.create(f"cloche-{owner()}-{secrets.token_hex(4)}")
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.gather(*(each.kill("the engine closed") for each in list(self.machines.values())))
+
+    def sweep(self, keep: set[str]) -> list[str]:
+        """Cgroups carry their engine's pid and start time in their name; those of dead engines are removed."""
+        found = cgroups.detect().sweep("cloche-", keep)
+        return [group.name for group in found if not _owner_lives(group.name) and group.remove()]
+
+
+def _explained(problem: errors.SandboxError, said: str) -> errors.ClocheError:
+    if not said:
+        return problem
+    return errors.error(problem.code, f"{problem.message}: {said[-1000:]}", hint=problem.hint or "run `cloche doctor`")
+
+
+def owner() -> str:
+    return f"{os.getpid()}-{processes.start_time(os.getpid())}"
+
+
+def _owner_lives(group: str) -> bool:
+    parts = group.split("-")
+    try:
+        return processes.start_time(int(parts[1])) == int(parts[2])
+    except (IndexError, ValueError):
+        return False
+
+
+# ── a machine ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class SpawnedMachine(machine.GuestMachine):
+    def __init__(
+        self, driver: SpawnedDriver, sandbox_id: str, sock: socket.socket, group: cgroups.Group | None, isolation: model.Isolation
+    ) -> None:  # fmt: skip
+        super().__init__(sandbox_id, sock, {}, isolation)
+        self._driver = driver
+        self._group = group
+        self._pid = self._pidfd = self._agent = -1
+        self._said = os.memfd_create("said", os.MFD_CLOEXEC)
+        self._paused = False
+        self.said = ""
+        driver.machines[sandbox_id] = self
+
+    def launch(self, argv: Sequence[str], fds: Sequence[int]) -> None:
+        self._pid = spawn(argv, fds, self._said)
+        self._pidfd = os.pidfd_open(self._pid)
+        self._loop.add_reader(self._pidfd, self._first_process_ended)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._link.post(message)
+
+    def _frame(self, frame: link.Frame, fds: list[int]) -> None:
+        if frame.ready and not self.ready.done() and fds:
+            self._agent = fds.pop()  # the agent's pidfd, sent before anything hostile ran
+        super()._frame(frame, fds)
+
+    def _first_process_ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        with suppress(ChildProcessError):  # the caller's program may reap every child it has
+            os.waitpid(self._pid, 0)
+        self.died()
+
+    # ── limits ──────────────────────────────────────────────────────────────────────────────────
+
+    def hold(self, resources: model.Resources, *, running: int | None, disk: model.Limit) -> Held:
+        """Apply the limits, and say for each who holds it: the kernel, a look from time to time, or nobody.
+
+        `running` is how many processes the kernel already counts against RLIMIT_NPROC; None where it binds nobody.
+        """
+        enforced: frozenset[str] = frozenset()
+        if self._group is not None:
+            enforced = self._group.set_limits(
+                memory_mib=resources.memory_mib, cpus=resources.cpus, pids=resources.pids + self._driver.agents
+            )
+        rlimits: dict[str, int] = {"CORE": 0}
+        affinity = None
+        watched = model.Limit(value=resources.memory_mib, enforcement="watched", by="proportional memory of the tree")
+        held = model.Limit(value=resources.memory_mib, enforcement="enforced", by="cgroup")
+        self.limits["memory_mib"] = held if "memory" in enforced else watched
+        self.limits["pids"] = model.Limit(value=resources.pids, enforcement="enforced", by="cgroup")
+        if "pids" not in enforced and running is None:
+            self.limits["pids"] = model.Limit(value=resources.pids, enforcement="none", by="RLIMIT_NPROC does not bind root")
+        elif "pids" not in enforced and running is not None:
+            rlimits["NPROC"] = running + resources.pids + 1
+            self.limits["pids"] = model.Limit(value=resources.pids, enforcement="enforced", by="RLIMIT_NPROC")
+        self.limits["cpus"] = model.Limit(value=resources.cpus, enforcement="enforced", by="cgroup")
+        if "cpus" not in enforced:
+            affinity = processes.affinity_for(resources.cpus)
+            self.limits["cpus"] = model.Limit(value=len(affinity), enforcement="enforced", by="affinity")
+        self.limits["disk_mib"] = disk
+        return Held(rlimits, affinity)
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────────
+
+    async def kill(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self.kill_now()
+        if self._pidfd < 0:
+            self.died()
+        await asyncio.shield(self.ended)
+
+    def thaw(self) -> None:
+        if self._paused and self._group is not None:
+            self._group.thaw()  # a task frozen by cgroup v1 does not die on SIGKILL
+        self._paused = False
+
+    def _release(self) -> None:
+        self._driver.machines.pop(self.id, None)
+        self.said = _read_all(self._said)
+        for fd in (self._pidfd, self._agent, self._said):
+            if fd >= 0:
+                os.close(fd)
+        self._pidfd = self._agent = self._said = -1
+        if self._group is not None and not self._group.remove_empty():
+            # Busy for the kernel a moment longer than the processes are there.
+            self._loop.run_in_executor(None, self._group.remove)
+
+    def usage(self) -> interfaces.Usage:
+        if self._group is not None:
+            stats = self._group.stats()
+            return interfaces.Usage(
+                (stats.memory_bytes or 0) / _MIB, (stats.memory_peak_bytes or 0) / _MIB, stats.cpu_ms or 0,
+                stats.pids or 0, stats.oom_kills or 0,
+            )  # fmt: skip
+        pids = processes.descendants(self.host_pid)
+        return interfaces.Usage(processes.tree_pss_mib([self.host_pid, *pids]), 0, 0, len(pids), 0)
+
+    @property
+    def host_pid(self) -> int:
+        """The first process, as the host counts; -1 once it has ended."""
+        return processes.pid_of(self._pidfd) if self._pidfd >= 0 else -1
+
+    async def pause(self) -> None:
+        if self._group is None or not self._group.freeze():
+            raise errors.error("not_supported_by_driver", "pausing needs a cgroup with a freezer, and this host gives none")
+        self._paused = True
+
+    async def resume(self) -> None:
+        self.thaw()
+
+
+def signal_quietly(pidfd: int, number: int) -> None:
+    if pidfd >= 0:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, number)
