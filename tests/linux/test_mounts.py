@@ -29,7 +29,9 @@ def state_of(steps: list[Any], path: str) -> str:
     for act, target, _source, options in steps:
         if not covers(target, path):
             continue
-        if act == "mask":
+        if act == "seal":
+            seen = "read-only" if sum(covers(t, path) for a, t, *_ in steps if a != "seal") == 1 else seen
+        elif act == "mask":
             seen = "hidden"
         elif act == "pin":
             continue  # the same directory again
@@ -66,7 +68,7 @@ def test_no_later_step_makes_a_protected_path_writable(
 @given(st.lists(binds, max_size=6), st.lists(paths, max_size=6))
 def test_a_parent_is_mounted_before_its_child_within_each_kind(shown: list[mounts.Bind], protect: list[str]) -> None:
     steps = mounts.plan(view(binds=tuple(shown), protect=tuple((p, p) for p in protect)))
-    for kind in (lambda s: s[0] == "bind" and s[3].get("make"), lambda s: s[0] == "bind" and not s[3].get("make")):
+    for kind in (lambda s: s[0] == "bind" and s[3].get("make"), lambda s: s[0] in ("bind", "pin") and not s[3].get("make")):
         depths = [step[1].count("/") for step in steps if kind(step)]
         assert depths == sorted(depths)
 
@@ -77,6 +79,13 @@ def test_a_read_only_root_keeps_private_places_writable() -> None:
     assert state_of(steps, "/etc/passwd") == "read-only"
     for place in mounts.PRIVATE:
         assert state_of(steps, place + "/file") == "writable"
+
+
+def test_a_read_only_root_is_sealed_after_a_workspace_is_mounted() -> None:
+    steps = mounts.plan(view(writable=False, binds=(mounts.Bind("/w", "/w", writable=True),)))
+    assert steps[-1][0] == "seal"
+    assert state_of(steps, "/etc/passwd") == "read-only"
+    assert state_of(steps, "/w/file") == "writable"
 
 
 def test_layers_within_layers_are_mounted_outermost_first() -> None:

@@ -86,7 +86,9 @@ class View:
 def plan(view: View) -> "list[Step]":
     """The mounts that make `view`, in order. Pure."""
     act = "overlay" if view.writable else "layer"
-    steps: "list[Step]" = [[act, "/", view.skeleton, {}]]
+    lent = bool(view.overlays or view.binds or view.private)
+    # A read-only root must still take the mount points of a workspace: it is sealed when they are made.
+    steps: "list[Step]" = [["overlay" if lent else act, "/", view.skeleton, {}]]
     steps += [[act, layer, layer, {}] for layer in _outermost_first(view.layers)]
     if not view.writable:
         steps += [["private", path, view.skeleton + path, {}] for path in PRIVATE]
@@ -97,13 +99,15 @@ def plan(view: View) -> "list[Step]":
         [["overlay", path, path, {"owner": True, **made}] for path in view.overlays],
         [["bind", b.target, b.source, {"writable": b.writable, "owner": b.owner, **made}] for b in view.binds],
         [["bind", target, source, {"writable": True, "owner": True, **made}] for source, target in view.private],
-        [["pin", target, "", {}] for target in view.pinned],
-        # Last, so that nothing uncovers them.
-        [["bind", target, source, {"writable": False, "owner": True}] for source, target in view.protect],
+        # Late, so that nothing uncovers them.
+        [["pin", target, "", {}] for target in view.pinned]
+        + [["bind", target, source, {"writable": False, "owner": True}] for source, target in view.protect],
         [["mask", path, "", {}] for path in view.deny],
     ]
     for group in groups:
         steps += sorted(group, key=lambda step: step[1].rstrip("/").count("/"))
+    if lent and not view.writable:
+        steps.append(["seal", "/", "", {}])
     return steps
 
 
@@ -293,6 +297,10 @@ class Builder:
         # SAFETY: the source is opened once and that very tree is mounted, so that a name swapped for a symlink between
         # look and mount changes nothing. tests/security/test_files.py::test_swapped_bind_source
         self.idmap(source, self.inside(target), user_fd, attributes, recursive=True)
+
+    def do_seal(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
+        flags = _BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _LOCKED
+        syscalls.mount(None, self.inside(target), None, flags)
 
     def do_pin(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
         path = self.inside(target)
