@@ -212,7 +212,7 @@ async def _add(
 async def upload_tree(machine: interfaces.Machine, path: str, archive: bytes, *, user: str = "user") -> int:
     """Unpack a tar below `path`; the number of files. Names that lead out, devices and hard links are refused first."""
     model.check_path(path)
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:*") as source:
+    with _open_archive(archive) as source:
         members = source.getmembers()
         for member in members:
             _check_member(member)
@@ -246,6 +246,17 @@ def _info(path: str, entry: Any) -> model.FileInfo:
         mode=stat.S_IMODE(entry.mode), owner=_USERS.get(entry.uid, str(entry.uid)),
         group=_USERS.get(entry.gid, str(entry.gid)), modified_at=entry.mtime, target=entry.target,
     )  # fmt: skip
+
+
+def _open_archive(archive: bytes) -> tarfile.TarFile:
+    """The archive with its table read, so that a broken one is refused before anything is unpacked."""
+    try:
+        source = tarfile.open(fileobj=io.BytesIO(archive), mode="r:*")
+        source.getmembers()
+        return source
+    except (tarfile.TarError, EOFError, OSError, ValueError) as problem:
+        text = str(problem).partition("\n")[0]
+        raise errors.error("argument_invalid", f"the archive is not a tar: {text}") from None
 
 
 def _info_of_fd(path: str, info: os.stat_result, user: str) -> model.FileInfo:

@@ -404,7 +404,7 @@ class Watch:
         self.paths: dict[int, str] = {}
         self.fd = calls.inotify_init()
         try:
-            if not os.path.isdir(self.root):
+            if not stat.S_ISDIR(os.stat(self.root).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", root)
             self.add(self.root)
         except OSError:
