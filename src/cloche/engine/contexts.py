@@ -112,7 +112,7 @@ class Context:
                 os.close(fd)
         self.pid = child.pid
         self._adopt(here, out_read, err_read)
-        child.exited.add_done_callback(lambda _: self._lost())
+        child.exited.add_done_callback(lambda _: self._interpreter_ended(here))
         if self._interpreter.frames:
             await self._wait_ready()
 
@@ -133,6 +133,10 @@ class Context:
         except TimeoutError:
             self.close()
             raise errors.error("context_lost", "the interpreter did not start", hint="is there a python3 in the template?") from None
+
+    def _interpreter_ended(self, channel: socket.socket) -> None:
+        if channel is self._socket:  # not one that a restart has replaced: its end may be told late
+            self._lost()
 
     def _lost(self) -> None:
         if self._socket is None:
