@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cloche import errors, interfaces, model
+from cloche import errors, interfaces, model, policy
 from cloche.drivers import bubblewrap
 from tests.drivers import rungs
 from tests.drivers.rungs import Box, in_box
@@ -39,7 +39,9 @@ def test_a_blocked_bubblewrap_is_refused_in_its_own_words(tmp_path: Path) -> Non
 
 def test_an_old_bubblewrap_is_used_and_said(tmp_path: Path) -> None:
     real = shutil.which("bwrap") or pytest.skip("bubblewrap is not installed")
-    old = script(tmp_path / "bwrap", f'[ "$1" = --version ] && echo bubblewrap 0.7.0 && exit; exec {real} "$@"')
+    old = script(
+        tmp_path / "bwrap", f'[ "$1" = --version ] && echo bubblewrap 0.7.0 && exit; exec {real} "$@"'
+    )
 
     async def work(box: Box) -> None:
         assert any("older than 0.8" in sentence for sentence in box.machine.isolation.missing)
@@ -79,7 +81,9 @@ def test_the_claims_hold_inside(tmp_path: Path) -> None:
             assert inside != os.readlink(f"/proc/self/ns/{name}"), name
         assert (await box.run("id -u; id -un; hostname; pwd")).out == "1000\nuser\ncloche\n/workspace\n"
         assert (await box.run("touch /planted /etc/planted")).exit_code == 1
-        assert (await box.run("cat /proc/sys/user/max_user_namespaces")).out != "", "the host's value is not ours to change"
+        assert (await box.run("cat /proc/sys/user/max_user_namespaces")).out != "", (
+            "the host's value is not ours to change"
+        )
 
     in_box(make, tmp_path, work)
 
@@ -97,7 +101,10 @@ def test_host_processes_cannot_be_seen(tmp_path: Path) -> None:
 
 def test_what_the_host_owns_cannot_be_changed(tmp_path: Path) -> None:
     async def work(box: Box) -> None:
-        before = {path: os.stat(path).st_mode for path in ("/dev/null", "/proc/version", "/proc/sys/kernel/hostname")}
+        before = {
+            path: os.stat(path).st_mode
+            for path in ("/dev/null", "/proc/version", "/proc/sys/kernel/hostname")
+        }
         for path in before:
             assert (await box.run(["chmod", "0700", path])).exit_code == 1, path
         for name in ("kernel/core_pattern", "kernel/hostname", "vm/overcommit_memory"):
@@ -114,7 +121,9 @@ def test_private_directories_have_the_size_asked_for(tmp_path: Path) -> None:
             ran = await box.run(f"head -c 64M /dev/zero > {path}/big")
             assert "No space left" in ran.err, path
             assert (await box.run(f"rm {path}/big && echo x > {path}/small")).exit_code == 0
-        assert (await box.run("head -c 100k /dev/zero > /dev/big; head -c 100k /dev/zero > /run/big")).exit_code == 1
+        assert (
+            await box.run("head -c 100k /dev/zero > /dev/big; head -c 100k /dev/zero > /run/big")
+        ).exit_code == 1
 
     in_box(make, tmp_path, work, resources=model.Resources(disk_mib=8, memory_mib=64))
 
@@ -149,11 +158,11 @@ def test_a_policy_without_landlock_still_runs_and_says_so(tmp_path: Path) -> Non
 def test_what_cannot_be_given_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     async def whole() -> None:
         driver = await rungs.started(lambda home: make(home, landlock_abi=0), tmp_path)
-        required = rungs.POLICY.__class__(required=("landlock",))
+        required = policy.Policy(required=("landlock",))
         with pytest.raises(errors.NotSupported, match="requires 'landlock'"):
             await driver.create("a" * 20, model.SandboxSpec(), required)
+        exposure = interfaces.Exposure(root=str(tmp_path), owner=(0, 0))
         with pytest.raises(errors.NotSupported, match="workspace"):
-            exposure = interfaces.Exposure(root=str(tmp_path), owner=(0, 0))
             await driver.create("a" * 20, model.SandboxSpec(), rungs.POLICY, exposure)
         assert driver.machines == {}
         await driver.close()

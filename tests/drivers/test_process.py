@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cloche import errors, interfaces, model
+from cloche import errors, interfaces, model, policy
 from cloche.drivers import narrow, process, supervising
 from cloche.linux import landlock, processes, seccomp, syscalls
 from tests.drivers import rungs
@@ -39,7 +39,11 @@ def decide(program: bytes, arch: int, nr: int, *args: int) -> int:
         elif code == 0x06:
             return operand
         else:
-            hit = {0x15: accumulator == operand, 0x35: accumulator >= operand, 0x45: bool(accumulator & operand)}[code]
+            hit = {
+                0x15: accumulator == operand,
+                0x35: accumulator >= operand,
+                0x45: bool(accumulator & operand),
+            }[code]
             at += then if hit else otherwise
 
 
@@ -157,7 +161,7 @@ def test_the_claims_are_the_lowest(tmp_path: Path) -> None:
 
 
 def test_nothing_can_be_gained(tmp_path: Path) -> None:
-    in_box(make, tmp_path, rungs.nothing_can_be_gained, rules=rungs.POLICY.__class__(syscalls="permissive"))
+    in_box(make, tmp_path, rungs.nothing_can_be_gained, rules=policy.Policy(syscalls="permissive"))
 
 
 # ── what Landlock has no word for ──────────────────────────────────────────────────────────────────
@@ -220,7 +224,9 @@ print(os.stat("c").st_mtime_ns, os.lstat("l").st_mtime)
         assert ran.err == ""
         assert ran.out == "0o100741 5000000001 7000000003 0o100600 12.0\n7000000003 22.0\n"
         assert (await box.run("touch -a -d 2001-01-01T00:00:00Z a; stat -c '%X %Y' a")).out == "978307200 7\n"
-        ran = await box.run("tar cf x.tar a d && mkdir e && tar xpf x.tar -C e && stat -c %a e/a && git init -q r")
+        ran = await box.run(
+            "tar cf x.tar a d && mkdir e && tar xpf x.tar -C e && stat -c %a e/a && git init -q r"
+        )
         assert ran.out == "741\n"
 
     in_box(make, tmp_path, work)
@@ -228,7 +234,9 @@ print(os.stat("c").st_mtime_ns, os.lstat("l").st_mtime)
 
 def test_names_elsewhere_cannot_be_watched(tmp_path: Path) -> None:
     async def work(box: Box) -> None:
-        code = "import ctypes; l = ctypes.CDLL(None); print(l.inotify_add_watch(l.inotify_init(), {!r}, 0x100))"
+        code = (
+            "import ctypes; l = ctypes.CDLL(None); print(l.inotify_add_watch(l.inotify_init(), {!r}, 0x100))"
+        )
         assert (await box.python(code.format(str(box.outside).encode()))).out == "-1\n"
         assert (await box.python(code.format(b"."))).out == "-1\n"
 
@@ -262,7 +270,9 @@ def test_the_workspace_exists_in_the_api_only(tmp_path: Path) -> None:
         assert (await box.run("pwd")).out == f"{room}/workspace\n"
         assert (await box.run("pwd", cwd="/workspace")).out == f"{room}/workspace\n"
         assert (await box.run("pwd", cwd="/tmp")).out == f"{room}/tmp\n"
-        assert (await box.run("echo $HOME $TMPDIR $CLOCHE_WORKSPACE")).out == f"{room}/home {room}/tmp {room}/workspace\n"
+        assert (
+            await box.run("echo $HOME $TMPDIR $CLOCHE_WORKSPACE")
+        ).out == f"{room}/home {room}/tmp {room}/workspace\n"
         assert (await box.run("ls /workspace")).exit_code != 0
 
     in_box(make, tmp_path, work)
@@ -297,7 +307,7 @@ def test_tree_kill_spares_the_host(tmp_path: Path) -> None:
             os.close(out)
             os.close(err)
             assert processes.is_running(pid)
-            assert Path(f"/proc/{pid}/stat").read_text().split()[2] != "T", "stopped by the look for the tree"
+            assert rungs.state_of(pid) != "T", "stopped by the look for the tree"
         assert (await box.run("echo on")).out == "on\n"
 
     # Without Landlock's scope nothing but the agent's own care would spare it.
@@ -391,9 +401,9 @@ def test_what_cannot_be_given_is_refused_before_anything_is_made(tmp_path: Path)
     async def whole() -> None:
         driver = await rungs.started(make, tmp_path)
         with pytest.raises(errors.NotSupported, match="requires 'user_namespace'"):
-            await driver.create("a" * 20, model.SandboxSpec(), rungs.POLICY.__class__(required=("user_namespace",)))
+            await driver.create("a" * 20, model.SandboxSpec(), policy.Policy(required=("user_namespace",)))
+        exposure = interfaces.Exposure(root=str(tmp_path), owner=(0, 0))
         with pytest.raises(errors.NotSupported, match="workspace"):
-            exposure = interfaces.Exposure(root=str(tmp_path), owner=(0, 0))
             await driver.create("a" * 20, model.SandboxSpec(), rungs.POLICY, exposure)
         await driver.close()
 

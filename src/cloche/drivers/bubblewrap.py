@@ -65,7 +65,9 @@ class BubblewrapDriver(spawned.SpawnedDriver):
     async def prepare(self) -> None:
         self._bwrap = self._program or shutil.which("bwrap") or "/usr/bin/bwrap"
         if not os.access(self._bwrap, os.X_OK):
-            raise errors.error("kernel_feature_missing", f"bubblewrap is not installed ({self._bwrap})", hint=_INSTALL)
+            raise errors.error(
+                "kernel_feature_missing", f"bubblewrap is not installed ({self._bwrap})", hint=_INSTALL
+            )
         self._image = host.prepare(os.path.join(self.home, "images"))
         self._python = interpreter(self._image.layers)
         self._nested_closed = parse_version((await spawned.run([self._bwrap, "--version"]))[1]) >= _WANTED
@@ -85,7 +87,9 @@ class BubblewrapDriver(spawned.SpawnedDriver):
             "disk space is memory (tmpfs), and each private directory has the whole of it",
         ]
         if not self._nested_closed:
-            found.append("bubblewrap is older than 0.8: nested user namespaces are closed by the system call filter only")
+            found.append(
+                "bubblewrap is older than 0.8: nested user namespaces are closed by the system call filter only"
+            )
         if not self.abi:
             found.append("Landlock is not enabled in this kernel")
         return found
@@ -101,7 +105,9 @@ class BubblewrapDriver(spawned.SpawnedDriver):
         here, there = wire.pair()
         made = BubblewrapMachine(self, sandbox_id, here, self.make_group(), isolation)
         resources = spec.resources
-        disk = model.Limit(value=resources.disk_mib, enforcement="enforced", by="tmpfs per directory, counted as memory")
+        disk = model.Limit(
+            value=resources.disk_mib, enforcement="enforced", by="tmpfs per directory, counted as memory"
+        )
         try:
             held = made.hold(resources, running=0, disk=disk)
             entry = [self._python.executable, *spawned.program(_ENTRY, f"{_OURS}/lib")]
@@ -128,13 +134,18 @@ class BubblewrapDriver(spawned.SpawnedDriver):
         if not self._is_root:
             return []
         uid = str(_NOBODY + secrets.randbelow(65_536))
-        places = [word for number, source in enumerate(self._shown()) for word in (source, self._place(number))]
+        places = [
+            word for number, source in enumerate(self._shown()) for word in (source, self._place(number))
+        ]
         return [sys.executable, *spawned.program(_STEP_DOWN, spawned.PACKAGE_ROOT), uid, *places, "--"]
 
-    def _message(self, spec: model.SandboxSpec, rules: policy.Policy, held: spawned.Held) -> dict[str, object]:
+    def _message(
+        self, spec: model.SandboxSpec, rules: policy.Policy, held: spawned.Held
+    ) -> dict[str, object]:
         program = seccomp.build(rules.syscalls, notify=True)
         return {
-            "rlimits": held.rlimits, "affinity": held.affinity, "landlock": _landlock_rules() if self.abi else [], "landlock_abi": self.abi,
+            "rlimits": held.rlimits, "affinity": held.affinity,
+            "landlock": _landlock_rules() if self.abi else [], "landlock_abi": self.abi,
             "filter": narrow.before(program, narrow.PINNED if held.affinity else ()).hex(), "terminals": "/dev/pts",
             "agent": {
                 "env": {**self._image.environment, **spec.env}, "cwd": "/workspace", "uid": host.USER_ID,
@@ -158,8 +169,8 @@ class BubblewrapDriver(spawned.SpawnedDriver):
 
     def _shown(self) -> list[str]:
         """Directories of ours, which only the caller may be able to reach."""
-        package = os.path.join(spawned.PACKAGE_ROOT, "cloche")
-        return [self._image.skeleton, package, *([self._python.prefix] if self._python.prefix is not None else [])]
+        shown = [self._image.skeleton, os.path.join(spawned.PACKAGE_ROOT, "cloche"), self._python.prefix]
+        return [path for path in shown if path is not None]
 
     def _place(self, number: int) -> str:
         """Where bubblewrap finds one of them."""
@@ -167,14 +178,16 @@ class BubblewrapDriver(spawned.SpawnedDriver):
 
     def _root(self) -> list[str]:
         layers = sorted(self._image.layers, key=lambda path: path.count("/"))
-        return ["--ro-bind", self._place(0), "/", *(word for path in layers for word in ("--ro-bind", path, path))]
+        shown = [("--ro-bind", self._place(0), "/"), *(("--ro-bind", path, path) for path in layers)]
+        return [word for words in shown for word in words]
 
     def _ours(self) -> list[str]:
         """The interpreter and our package, read-only where nobody looks for anything."""
         shown = ["--ro-bind", self._place(1), f"{_OURS}/lib/cloche"]
         if self._python.prefix is not None:
             shown += ["--ro-bind", self._place(2), f"{_OURS}/python"]
-            shown += ["--setenv", "LD_LIBRARY_PATH", f"{_OURS}/python/lib"]  # a shared libpython was built for its old place
+            # A shared libpython was built for its old place.
+            shown += ["--setenv", "LD_LIBRARY_PATH", f"{_OURS}/python/lib"]
         return [*_tmpfs("/run", _MIB, "0755"), *shown, "--remount-ro", "/run"]
 
 
@@ -184,7 +197,9 @@ def _tmpfs(path: str, size: int, mode: str) -> list[str]:
 
 def _private(disk_mib: int) -> list[str]:
     modes = {"/tmp": "1777", "/var/tmp": "1777"}
-    return [word for path in mounts.PRIVATE for word in _tmpfs(path, disk_mib * _MIB, modes.get(path, "0755"))]
+    return [
+        word for path in mounts.PRIVATE for word in _tmpfs(path, disk_mib * _MIB, modes.get(path, "0755"))
+    ]
 
 
 def _devices(shm_mib: int) -> list[str]:
@@ -224,7 +239,7 @@ def interpreter(layers: tuple[str, ...]) -> Interpreter:
             f"this Python ({executable}) lies outside its own prefix ({prefix}) and cannot be shown in a sandbox",
             hint="run Cloche with another Python, e.g. the system's",
         )
-    return Interpreter(prefix, f"{_OURS}/python{executable[len(prefix):]}")
+    return Interpreter(prefix, f"{_OURS}/python{executable[len(prefix) :]}")
 
 
 def parse_version(said: str) -> tuple[int, ...]:

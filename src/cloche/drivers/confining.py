@@ -75,7 +75,9 @@ def step_down() -> None:
 
 
 def _tree(path: str) -> int:
-    return syscalls.open_tree(syscalls.AT_FDCWD, path, syscalls.OPEN_TREE_CLONE | syscalls.AT_SYMLINK_NOFOLLOW)
+    return syscalls.open_tree(
+        syscalls.AT_FDCWD, path, syscalls.OPEN_TREE_CLONE | syscalls.AT_SYMLINK_NOFOLLOW
+    )
 
 
 def confine(message: "dict[str, object]") -> "int | None":
@@ -95,12 +97,13 @@ def confine(message: "dict[str, object]") -> "int | None":
     return seccomp.load(bytes.fromhex(str(message["filter"])), listener=True)
 
 
-def drop_capabilities() -> None:
+def drop_capabilities(keep: int = 0) -> None:
+    """Give up every capability but those in the bit mask `keep`, as far as they are there."""
     effective, permitted, inheritable = syscalls.get_caps()
     if effective >> syscalls.CAP_SETPCAP & 1:
-        syscalls.drop_bounding_set()
+        syscalls.drop_bounding_set(keep)
     if effective or permitted or inheritable:
-        syscalls.set_caps(0, 0, 0)
+        syscalls.set_caps(effective & keep, permitted & keep, 0)
 
 
 def limit(limits: "dict[str, int]", affinity: "list[int] | None") -> None:

@@ -60,7 +60,10 @@ class ProcessDriver(spawned.SpawnedDriver):
                 f"this kernel has {what}, and the driver 'process' needs Landlock {LEAST_ABI} (Linux 6.2)",
                 hint="boot with lsm=landlock,… on Linux 6.2 or newer, or let Cloche make namespaces; see `cloche doctor`",
             )
-        self._sandboxes = os.path.join(os.path.realpath(self.home), "sandboxes")
+
+    @property
+    def _sandboxes(self) -> str:
+        return os.path.join(os.path.realpath(self.home), "sandboxes")  # as the kernel will name what is in it
 
     def held_features(self) -> set[str]:
         return {"seccomp", "landlock"}
@@ -70,7 +73,9 @@ class ProcessDriver(spawned.SpawnedDriver):
         here, there = wire.pair()
         control, their_control = wire.pair()
         made = ProcessMachine(self, sandbox_id, here, self._group_for(room), self._isolation(), room, control)
-        disk = model.Limit(value=spec.resources.disk_mib, enforcement="none", by="RLIMIT_FSIZE bounds each file only")
+        disk = model.Limit(
+            value=spec.resources.disk_mib, enforcement="none", by="RLIMIT_FSIZE bounds each file only"
+        )
         try:
             held = made.hold(spec.resources, running=_tasks_of_user(), disk=disk)
             held.rlimits["FSIZE"] = spec.resources.disk_mib * _MIB
@@ -119,7 +124,11 @@ class ProcessDriver(spawned.SpawnedDriver):
     ) -> dict[str, Any]:
         extra = (*narrow.PROCESS, *(narrow.PINNED if held.affinity else ()))
         program = narrow.before(seccomp.build(rules.syscalls, notify=True), extra)
-        places = {"HOME": f"{made.room}/home", "TMPDIR": f"{made.room}/tmp", "CLOCHE_WORKSPACE": f"{made.room}/workspace"}
+        places = {
+            "HOME": f"{made.room}/home",
+            "TMPDIR": f"{made.room}/tmp",
+            "CLOCHE_WORKSPACE": f"{made.room}/workspace",
+        }
         return {
             "engine": os.getpid(), "home": made.room, "roots": made.roots, "group": made.group_name,
             "cgroups": made.group_paths, "rlimits": held.rlimits, "affinity": held.affinity, "no_tcp": True,
@@ -133,7 +142,7 @@ class ProcessDriver(spawned.SpawnedDriver):
     def sweep(self, keep: set[str]) -> list[str]:
         """Besides cgroups: private directories whose supervisor is gone, found by their lock."""
         swept = super().sweep(keep)
-        sandboxes = os.path.join(os.path.realpath(self.home), "sandboxes")
+        sandboxes = self._sandboxes
         for name in os.listdir(sandboxes) if os.path.isdir(sandboxes) else ():
             room = f"{sandboxes}/{name}"
             if name not in keep and os.path.exists(f"{room}/{_MARK}") and _abandoned(room):
@@ -214,13 +223,15 @@ class ProcessMachine(spawned.SpawnedMachine):
         """Where a path of the API lies on the host; relative ones are the agent's to resolve."""
         for inside, name in _MAPPED.items():
             if path == inside or path.startswith(inside + "/"):
-                return f"{self.room}/{name}{path[len(inside):]}"
+                return f"{self.room}/{name}{path[len(inside) :]}"
         return path
 
     async def start(self, start: interfaces.Start) -> interfaces.Child:
         return await super().start(start._replace(cwd=None if start.cwd is None else self.real(start.cwd)))
 
-    async def open_file(self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False) -> int:
+    async def open_file(
+        self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False
+    ) -> int:
         return await super().open_file(self.real(path), flags, mode=mode, user=user, parents=parents)
 
     async def file_act(self, act: str, path: str, *, user: str = "user", **arguments: Any) -> Any:
@@ -281,7 +292,11 @@ class ProcessMachine(spawned.SpawnedMachine):
 
 def _denial(call: _Refused) -> model.Denial:
     changes = call.refused in narrow.SUPERVISED
-    hint = "only files of the sandbox can be changed" if changes else "this call is not available inside the sandbox"
+    hint = (
+        "only files of the sandbox can be changed"
+        if changes
+        else "this call is not available inside the sandbox"
+    )
     return model.Denial(
         kind="file" if changes else "syscall", operation=call.refused, target=", ".join(call.args),
         rule=f"syscalls.{call.refused}", hint=hint, evidence="seccomp",

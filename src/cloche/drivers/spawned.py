@@ -78,9 +78,14 @@ async def run(argv: Sequence[str], fds: Sequence[int] = ()) -> tuple[int, str]:
             await _readable(pidfd)
         finally:
             os.close(pidfd)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), _read_all(said)
+        return _reap(pid), _read_all(said)
     finally:
         os.close(said)
+
+
+def _reap(pid: int) -> int:
+    """The exit status of a child that has ended, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 async def _readable(fd: int) -> None:
@@ -116,7 +121,9 @@ class SpawnedDriver(interfaces.Driver):
 
     async def start(self) -> None:
         if not sys.executable:
-            raise errors.error("kernel_feature_missing", "this Python does not know its own executable (sys.executable)")
+            raise errors.error(
+                "kernel_feature_missing", "this Python does not know its own executable (sys.executable)"
+            )
         self.groups = cgroups.detect()
         await self.prepare()
 
@@ -133,7 +140,11 @@ class SpawnedDriver(interfaces.Driver):
         """Start the process of a new machine and tell it everything; on failure leave nothing."""
 
     async def create(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None = None
+        self,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Policy,
+        exposure: interfaces.Exposure | None = None,
     ) -> SpawnedMachine:
         self._refuse(rules, exposure)
         made = self.make(sandbox_id, spec, rules)
@@ -188,7 +199,9 @@ class SpawnedDriver(interfaces.Driver):
 def _explained(problem: errors.SandboxError, said: str) -> errors.ClocheError:
     if not said:
         return problem
-    return errors.error(problem.code, f"{problem.message}: {said[-1000:]}", hint=problem.hint or "run `cloche doctor`")
+    return errors.error(
+        problem.code, f"{problem.message}: {said[-1000:]}", hint=problem.hint or "run `cloche doctor`"
+    )
 
 
 def owner() -> str:
@@ -248,16 +261,22 @@ class SpawnedMachine(machine.GuestMachine):
         enforced: frozenset[str] = frozenset()
         if self._group is not None:
             enforced = self._group.set_limits(
-                memory_mib=resources.memory_mib, cpus=resources.cpus, pids=resources.pids + self._driver.agents
+                memory_mib=resources.memory_mib,
+                cpus=resources.cpus,
+                pids=resources.pids + self._driver.agents,
             )
         rlimits: dict[str, int] = {"CORE": 0}
         affinity = None
-        watched = model.Limit(value=resources.memory_mib, enforcement="watched", by="proportional memory of the tree")
+        watched = model.Limit(
+            value=resources.memory_mib, enforcement="watched", by="proportional memory of the tree"
+        )
         held = model.Limit(value=resources.memory_mib, enforcement="enforced", by="cgroup")
         self.limits["memory_mib"] = held if "memory" in enforced else watched
         self.limits["pids"] = model.Limit(value=resources.pids, enforcement="enforced", by="cgroup")
         if "pids" not in enforced and running is None:
-            self.limits["pids"] = model.Limit(value=resources.pids, enforcement="none", by="RLIMIT_NPROC does not bind root")
+            self.limits["pids"] = model.Limit(
+                value=resources.pids, enforcement="none", by="RLIMIT_NPROC does not bind root"
+            )
         elif "pids" not in enforced and running is not None:
             rlimits["NPROC"] = running + resources.pids + 1
             self.limits["pids"] = model.Limit(value=resources.pids, enforcement="enforced", by="RLIMIT_NPROC")
@@ -310,7 +329,9 @@ class SpawnedMachine(machine.GuestMachine):
 
     async def pause(self) -> None:
         if self._group is None or not self._group.freeze():
-            raise errors.error("not_supported_by_driver", "pausing needs a cgroup with a freezer, and this host gives none")
+            raise errors.error(
+                "not_supported_by_driver", "pausing needs a cgroup with a freezer, and this host gives none"
+            )
         self._paused = True
 
     async def resume(self) -> None:

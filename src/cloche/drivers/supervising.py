@@ -9,7 +9,7 @@ It also does the few things that Landlock has no word for. Changing the mode, ow
 the user owns and can be named, so the filter sends those calls here: the file is opened once, its place is looked up,
 and the change is made to that very file if it lies in the sandbox's directories. Nothing is ever "let through".
 
-Runs no code but ours, holds no capability, and is its own process, so that a flood of calls costs its sandbox only.
+Runs no code but ours, holds no capability but the one to remove cgroups, and is its own process, so that a flood of calls costs its sandbox only.
 Imports: standard library, `linux`, `guest`.
 """
 
@@ -27,6 +27,7 @@ from cloche.drivers import confining, narrow
 from cloche.guest import agent, standalone, wire
 from cloche.linux import cgroups, processes, seccomp, syscalls
 
+_CAP_DAC_OVERRIDE = 1 << 1  # root's cgroups are removed from directories that even root may not write
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW, _AT_EMPTY_PATH = 0x100, 0x1000
 _UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
@@ -98,7 +99,7 @@ def _watch(child: int, engine: int, message: "dict[str, object]", relay: socket.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda got, _frame: ended.append(got))
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    confining.drop_capabilities()
+    confining.drop_capabilities(_CAP_DAC_OVERRIDE)
     processes.set_undumpable()
     # SAFETY: SIGTERM and not SIGKILL: there is work to do when the engine dies. After the credentials changed, which
     # clears it. tests/drivers/test_process.py::test_a_killed_engine_leaves_nothing
@@ -163,11 +164,13 @@ def end_everything(group: str) -> None:
                     pass
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(0.001)  # the dying take a moment; a look may have missed one, so never wait for good
+                time.sleep(
+                    0.001
+                )  # the dying take a moment; a look may have missed one, so never wait for good
         except ChildProcessError:
             break
     if held is not None:
-        held.remove()
+        held.remove(0.5)
 
 
 def remove(home: str) -> None:
@@ -246,7 +249,11 @@ class _Calls:
         self.told += 1
         if self.told > _MAX_TOLD:
             return
-        frame = {"refused": call.name, "leader": processes.session_inside(call.pid), "args": [hex(a) for a in call.args[:3]]}
+        frame = {
+            "refused": call.name,
+            "leader": processes.session_inside(call.pid),
+            "args": [hex(a) for a in call.args[:3]],
+        }
         try:
             self.control.setblocking(False)
             wire.send(self.control, frame)

@@ -99,12 +99,20 @@ class Resident(agent.Agent):
                     _kill(pid, number)
             self.reap()
 
-    def spawn(self, *_arguments: "object") -> int:  # type: ignore[override]
+    def spawn(self, argv: "list[str]", environment: "dict[str, str]", cwd: int, fds: "list[int]") -> int:
         return 0  # a spawned program is not ours for a moment before it starts, so `narrow` needs a fork
 
-    def become(self, *arguments: "object") -> None:  # type: ignore[override]
+    def become(
+        self,
+        argv: "list[bytes]",
+        environment: "dict[str, str]",
+        cwd: int,
+        identity: int,
+        fds: "list[int]",
+        tty: bool,
+    ) -> None:
         self.narrow()
-        super().become(*arguments)
+        super().become(argv, environment, cwd, identity, fds, tty)
 
     def tree(self, leader: int) -> "set[int]":
         # SAFETY: never beyond our descendants: the agent of a pid namespace may take every process it sees for its own,
