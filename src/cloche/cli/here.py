@@ -5,36 +5,54 @@ while the caller already listens. So whatever speaks to a keeper speaks to this 
 of both sides. The launcher is started first: it gets ready on another core while we import.
 """
 
+import _socket
+import _thread
 import os
-import socket
-import threading
+import sys
 
+from cloche.cli import thin
 from cloche.drivers import spawning
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class Here:
     """`sock` is the client's end. Closing it ends every sandbox made through it; `join` waits for that."""
 
-    def __init__(self) -> None:
-        self._launch = spawning.start()
-        self.sock, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-        self._thread.start()
+    def __init__(self, *, launch: bool = True) -> None:
+        self._launch = spawning.start() if launch else None
+        self.sock, self._far = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        self._done = _thread.allocate_lock()
+        self._done.acquire()
+        _thread.start_new_thread(self._serve, ())
 
     def _serve(self) -> None:
         try:
-            import asyncio
-
+            asyncio = _import_asyncio()
             asyncio.run(self._main())
         except BaseException as problem:
             # The caller waits at the other end: whatever went wrong, it must be told, and then left.
             self._fail(problem)
         finally:
             self._far.close()
+            self._done.release()
+
+    async def _main(self) -> None:
+        import socket
+
+        from cloche import settings, wiring
+        from cloche.server import keeper
+
+        config = settings.load(os.environ)
+        far = socket.socket(fileno=os.dup(self._far.fileno()))
+        await keeper.serve_pair(
+            far, lambda: wiring.make_engine(os.environ, launch=self._launch), config.defaults
+        )
 
     def _fail(self, problem: BaseException) -> None:
         from cloche import errors, framing
-        from cloche.cli import thin
 
         if not isinstance(problem, errors.ClocheError):
             problem = errors.error("internal_error", f"{type(problem).__name__}: {problem}")
@@ -45,15 +63,41 @@ class Here:
         except OSError:
             pass
 
-    async def _main(self) -> None:
-        from cloche import settings, wiring
-        from cloche.server import keeper
-
-        config = settings.load(os.environ)
-        await keeper.serve_pair(
-            self._far, lambda: wiring.make_engine(os.environ, launch=self._launch), config.defaults
-        )
-
     def join(self) -> None:
         self.sock.close()
-        self._thread.join()
+        self._done.acquire()
+        self._done.release()
+
+
+def run(options: "thin.Options") -> int:
+    """One command in an engine that ends with it; a keeper is left starting behind, if that is allowed."""
+    engine = Here()
+    session = thin.Session(engine.sock, options)
+    session.run()
+    engine.join()
+    code = thin.conclude(session)
+    if session.result:
+        _leave_keeper(options)
+    return code
+
+
+def _leave_keeper(options: "thin.Options") -> None:
+    from cloche import errors, settings
+    from cloche.cli import starting
+
+    try:
+        config = settings.load(os.environ)
+        if config.keeper.start and config.socket_path:
+            starting.behind(config.home, options)
+    except errors.ClocheError:
+        pass  # the path is too long for a socket: without a keeper, then
+
+
+def _import_asyncio() -> "Any":
+    """asyncio imports ssl where it is there, which costs as much as a sandbox; nothing of ours speaks TLS in here."""
+    hidden = sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
+    import asyncio
+
+    if hidden is None:
+        del sys.modules["ssl"]
+    return asyncio

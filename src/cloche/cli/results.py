@@ -18,13 +18,32 @@ def show(body: bytes, *, as_json: bool) -> None:
     message = json.loads(body)
     result = message["result"]
     if as_json:
-        print(json.dumps(shape(result, message["code"], message.get("sandbox"))), flush=True)
+        made = shape(result, message["code"], message.get("sandbox"))
+        if message.get("report"):
+            made["workspace"] = message["report"]
+        print(json.dumps(made), flush=True)
         return
+    _report(message.get("report") or {})
     if message["code"] != 0:
         for line in dict.fromkeys(_denial(d) for d in result["denials"]):
             talk.say(line)
     if message.get("sandbox"):
         talk.say(f"kept: {message['sandbox']}")
+
+
+def _report(report: dict[str, list[str]]) -> None:
+    """What happened to a workspace's control files: the person who comes back to it should know."""
+    for line in report.get("warnings", ()):
+        talk.warning(line)
+    for field, words in _REPORTED.items():
+        for line in report.get(field, ()):
+            talk.say(f"{words}: {line}")
+
+
+_REPORTED = {
+    "control_files_changed": "control file changed",
+    "config_dropped": "git configuration not taken over",
+}
 
 
 def shape(result: dict[str, Any], code: int, sandbox: str | None = None) -> dict[str, Any]:

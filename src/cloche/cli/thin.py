@@ -76,7 +76,7 @@ _TEXTS = {
     "--minimum-isolation": "minimum_isolation",
 }  # fmt: skip
 _LIMITS = {"--memory": "memory_mib", "--cpus": "cpus", "--pids": "pids", "--disk": "disk_mib"}
-_VALUED = frozenset(("--env", "--cwd", "--timeout", "--workspace", "--network", "--user", *_TEXTS, *_LIMITS))
+VALUED = frozenset(("--env", "--cwd", "--timeout", "--workspace", "--network", "--user", *_TEXTS, *_LIMITS))
 _OF_EXEC = frozenset(("--env", "--cwd", "--timeout", "--user", "--tty", "--json"))
 
 
@@ -97,7 +97,7 @@ def scan(arguments: "list[str]") -> "Options | None":
         flag, equals, value = word.partition("=")
         if verb == "exec" and flag not in _OF_EXEC:
             return None
-        if flag in _VALUED:
+        if flag in VALUED:
             text = value if equals else next(words, None)
             if text is None or not apply(options, flag, text):
                 return None
@@ -142,6 +142,8 @@ def apply(options: Options, flag: str, text: str) -> bool:
 def complete(options: Options) -> None:
     """What follows from the flags: the directory to start in, the terminal."""
     workspace = options.spec.get("workspace")
+    if workspace is not None and "PATH" in os.environ:
+        options.spec["path"] = os.environ["PATH"]  # to find toolchains by; commands do not get it
     if workspace is not None and "cwd" not in options.request:
         here = os.getcwd()
         inside = here == workspace or here.startswith(workspace.rstrip("/") + "/")
@@ -360,6 +362,7 @@ class Session:
         if _DETACH in data:
             data = data[: data.index(_DETACH)]
             self.detached = True
+            self._control({"stay": True})
             if data:
                 self._send(framing.pack(framing.INPUT, CHANNEL, data))
             return b""
@@ -451,19 +454,22 @@ def main() -> int:
         path = socket_path()
         if options is not None and path is not None:
             complete(options)
-            code = attempt(options, path)
-            if code is not None:
-                leave(code)
+            sock = connect(path)
+            if sock is not None:
+                code = attempt(options, sock)
+                if code is not None:
+                    leave(code)
+            elif arguments[0] == "run" and not options.keep and not os.environ.get("CLOCHE_URL"):
+                from cloche.cli import here
+
+                leave(here.run(options))
     from cloche.cli import main as everything
 
     return everything.main(arguments)
 
 
-def attempt(options: Options, path: str) -> "int | None":
-    """Run through the server at `path`; None if there is none to run it, and nothing has happened yet."""
-    sock = connect(path)
-    if sock is None:
-        return None
+def attempt(options: Options, sock: "_socket.socket") -> "int | None":
+    """Run through a server; None if it does not want to, and nothing has happened yet."""
     session = Session(sock, options)
     session.run()
     if not session.started and not session.result:

@@ -133,7 +133,7 @@ class Connection:
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Serve until the client leaves."""
         frames = framing.Reader()
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # ValueError: not our frames, or not our JSON
             while data := await reader.read(_CHUNK):
                 for kind, channel, body in frames.feed(data):
                     self._take(kind, channel, body)
@@ -147,9 +147,17 @@ class Connection:
         elif kind == framing.INPUT:
             self._calls[channel].input.put_nowait(body)
         elif kind == framing.CONTROL:
-            self._calls[channel].control.put_nowait(body)
+            self._take_order(self._calls[channel], body)
         elif kind == framing.CANCEL:
             self._calls[channel].cancel()
+
+    def _take_order(self, call: _Call, body: bytes) -> None:
+        order = msgspec.json.decode(body, type=_Order)
+        if order.stay:
+            # At once, not in turn: who detaches closes the connection with the next breath.
+            call.keep = True
+            self._owned.discard(call.made)
+        call.control.put_nowait(order)
 
     async def _serve(self, channel: int, body: bytes) -> None:
         try:
@@ -213,9 +221,9 @@ class Connection:
     async def _run(self, channel: int, arguments: rpc.RunArguments) -> None:
         call = self._calls[channel]
         call.keep = arguments.keep
-        sandbox, made = arguments.sandbox, None
+        sandbox = arguments.sandbox
         if sandbox is None:
-            sandbox = made = await self._create(arguments)
+            sandbox = call.made = await self._create(arguments)
         try:
             execution = arguments.execution or await self._start(sandbox, arguments.request)
             self.send(framing.ITEM, channel, {"sandbox": sandbox, "execution": execution})
@@ -224,11 +232,13 @@ class Connection:
                 _spawn(self._steer(call, sandbox, execution), f"control {channel}"),
             ]
             async for event in self._backend.attach(sandbox, execution, arguments.after):
-                await self._forward(channel, arguments, sandbox, event)
+                await self._forward(channel, arguments, event)
+                if isinstance(event, model.Exited):
+                    await self._conclude(channel, arguments, sandbox, event.result)
         finally:
             call.end_helpers()
-            if made is not None:
-                self._part(made, keep=call.keep)
+            if call.made:
+                self._part(call.made, keep=call.keep)
 
     async def _create(self, arguments: rpc.RunArguments) -> str:
         if arguments.spec is None:
@@ -262,23 +272,32 @@ class Connection:
         with suppress(errors.ClocheError):
             await self._backend.delete(sandbox)
 
-    async def _forward(
-        self, channel: int, arguments: rpc.RunArguments, sandbox: str, event: model.StreamEvent
-    ) -> None:
+    async def _forward(self, channel: int, arguments: rpc.RunArguments, event: model.StreamEvent) -> None:
         match event:
-            case model.Output(stream=stream, data=data):
-                if not arguments.capture:
-                    await self._pass_on(framing.STDOUT if stream == "stdout" else framing.STDERR, channel, data)
-            case model.Exited(result=result):
-                if not arguments.capture:
-                    result = msgspec.structs.replace(result, stdout_bytes=b"", stderr_bytes=b"")
-                code, kept = result.shell_code, sandbox if arguments.keep else None
-                quiet = kept is None and (code == 0 or not result.denials)
-                # The order is part of the protocol: the thin client reads the beginning only.
-                answer = {"code": code, "quiet": quiet, "sandbox": kept, "result": result}
-                self.send(framing.RESULT, channel, answer)
-            case _:
+            case model.Output(stream=stream, data=data) if not arguments.capture:
+                await self._pass_on(framing.STDOUT if stream == "stdout" else framing.STDERR, channel, data)
+            case model.Denied() | model.Truncated():
                 self.send(framing.ITEM, channel, event)
+
+    async def _conclude(
+        self, channel: int, arguments: rpc.RunArguments, sandbox: str, result: model.ExecResult
+    ) -> None:
+        if not arguments.capture:
+            result = msgspec.structs.replace(result, stdout_bytes=b"", stderr_bytes=b"")
+        kept = sandbox if self._calls[channel].keep else None
+        report = None
+        if arguments.spec is not None and arguments.spec.get("workspace") and kept is None:
+            # The host's files are put in order after the sandbox's end: only then may the caller go on.
+            await self._drop(sandbox)
+            with suppress(errors.ClocheError):
+                report = await self._backend.workspace_report(sandbox)
+        code = result.shell_code
+        quiet = kept is None and (code == 0 or not result.denials) and not (report and _says_something(report))
+        # The order is part of the protocol: the thin client reads the beginning only.
+        self.send(
+            framing.RESULT, channel,
+            {"code": code, "quiet": quiet, "sandbox": kept, "result": result, "report": report},
+        )  # fmt: skip
 
     async def _pass_on(self, kind: int, channel: int, data: bytes) -> None:
         if self._writer.is_closing():
@@ -297,15 +316,12 @@ class Connection:
 
     async def _steer(self, call: _Call, sandbox: str, execution: str) -> None:
         while True:
-            order = msgspec.json.decode(await call.control.get(), type=_Order)
+            order = await call.control.get()
             with suppress(errors.ClocheError):
                 if order.signal:
                     await self._backend.signal(sandbox, execution, order.signal, order.tree)
                 if order.columns:
                     await self._backend.resize(sandbox, execution, order.columns, order.rows)
-            if order.stay:
-                call.keep = True
-                self._owned.discard(sandbox)
 
     # ── sending and ending ──────────────────────────────────────────────────────────────────────
 
@@ -350,7 +366,8 @@ class _Call:
         self.task: asyncio.Task[None] | None = None
         self.helpers: list[asyncio.Task[None]] = []
         self.input: asyncio.Queue[bytes] = asyncio.Queue()
-        self.control: asyncio.Queue[bytes] = asyncio.Queue()
+        self.control: asyncio.Queue[_Order] = asyncio.Queue()
+        self.made = ""
         self.keep = False
 
     def cancel(self) -> None:
@@ -366,6 +383,10 @@ def _spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     return asyncio.get_running_loop().create_task(work, name=name)
 
 
+def _says_something(report: model.WorkspaceReport) -> bool:
+    return any(getattr(report, field) for field in report.__struct_fields__)
+
+
 async def serve_pair(
     sock: socket.socket, make_backend: Callable[[], interfaces.Backend], defaults: settings.Defaults
 ) -> None:
@@ -374,6 +395,7 @@ async def serve_pair(
     try:
         backend = make_backend()
     except errors.ClocheError as problem:
+        # Whatever the first call is, this is its answer.
         writer.write(framing.pack(framing.ERROR, 1, msgspec.json.encode(problem.to_dict())))
         writer.close()
         return
