@@ -113,6 +113,11 @@ class Engine(interfaces.Backend):
             self._spawn(self._sweep_quietly(), "sweep")
         return info
 
+    def warm_up(self, spec: model.SandboxSpec) -> None:
+        """Have a sandbox of this shape made before anybody asks for it."""
+        self._accept(spec)
+        self._warm.replenish(spec, self._rules(spec))
+
     def _accept(self, spec: model.SandboxSpec) -> None:
         if self._closed:
             raise errors.error("server_unavailable", "this engine is closed")
