@@ -83,9 +83,35 @@ class Launcher:
         try:
             if message["op"] == "prepare":
                 self.prepare(message, fds)
+            elif message["op"] == "mount":
+                self.mount(message)
         finally:
             wire.close_all(fds)
         return True
+
+    def mount(self, message: "dict[str, object]") -> None:
+        """Mount something into a sandbox that runs already: a helper takes the trees here, where their sources are
+        visible, enters the sandbox's mount namespace, and places them."""
+        found = [pid for pid, (sandbox, _) in self.children.items() if sandbox == message["id"]]
+        if found and os.fork() == 0:
+            try:
+                self.mount_into(found[0], message)
+            finally:
+                os._exit(0)  # what failed shows in the sandbox's mountinfo, which the engine watches
+
+    def mount_into(self, pid: int, message: "dict[str, object]") -> None:
+        first = self.first_uid + self.children[pid][1] * RANGE
+        ids = (USER, USER) if self.rootless else (first, first)
+        builder = mounts.Builder(self.stage, user_fd=-1, rootless=self.rootless, ids=ids)
+        builder.owner_fd = self.make_owner_map(message, builder, "/proc")
+        space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        steps: "list[mounts.Step]" = message["steps"]  # type: ignore[assignment]
+        trees = [(step[1], builder.tree(step[2], step[3])) for step in steps]
+        syscalls.setns(space, syscalls.CLONE_NEWNS)
+        for target, tree in trees:
+            # SAFETY: the target is looked up in the sandbox's own root, where nothing of the host is; its last part is
+            # not followed. tests/workspaces (lost protections are mounted again)
+            syscalls.move_mount(tree, "", syscalls.AT_FDCWD, target, syscalls.MOVE_MOUNT_F_EMPTY_PATH)
 
     def make_blank(self) -> namespaces.Blank:
         slot = self.free.pop()
@@ -175,27 +201,27 @@ class Launcher:
         trace = [time.monotonic_ns()]
         filter_ = self.filter_of(str(message["syscalls"]))
         steps: "list[mounts.Step]" = message["steps"]  # type: ignore[assignment]
-        builder.owner_fd = self.make_owner_map(message, builder)
+        builder.owner_fd = self.make_owner_map(message, builder, self.stage.path + "/proc")
         self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
         trace.append(time.monotonic_ns())
         builder.apply(steps)
         trace.append(time.monotonic_ns())
         terminals = os.open(self.stage.root + "/dev/pts", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         mounts.pivot(self.stage.root)
+        mounted = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC) if message.get("watch_mounts") else -1
         self.enter_user_namespace(builder.user_fd)
         _limit(message["rlimits"], message.get("affinity"))  # type: ignore[arg-type]
-        _keep_only(link.fileno(), terminals, builder.upper_fd)
+        _keep_only(link.fileno(), terminals, builder.upper_fd, mounted)
         trace.append(time.monotonic_ns())
         listener = self.lock(message, filter_)
         trace.append(time.monotonic_ns())
-        # Three places, told apart by position; where there is nothing to pass, the terminals stand in.
-        upper = builder.upper_fd if builder.upper_fd >= 0 else terminals
-        out = [terminals, upper] + ([listener] if listener is not None else [])
-        wire.send(link, {"ready": True, "trace": trace, "upper": builder.upper_fd >= 0}, out)
-        wire.close_all(list(set(out)))
+        passed = {"terminals": terminals, "upper": builder.upper_fd, "mounts": mounted, "listener": listener}
+        passed = {name: fd for name, fd in passed.items() if fd >= 0}
+        wire.send(link, {"ready": True, "trace": trace, "passed": list(passed)}, list(passed.values()))
+        wire.close_all(list(passed.values()))
         agent.Agent(link, message["agent"]).run()  # type: ignore[arg-type]
 
-    def make_owner_map(self, message: "dict[str, object]", builder: mounts.Builder) -> int:
+    def make_owner_map(self, message: "dict[str, object]", builder: mounts.Builder, proc: str) -> int:
         """The map of a workspace: its owner outside is the user inside, so that both can write the same files."""
         owner = message.get("owner")
         if self.rootless or not isinstance(owner, list):
@@ -205,7 +231,6 @@ class Launcher:
             root = [(0, builder.guest_uid, 1)] if host != 0 else []
             return [*root, (host, builder.guest_uid + USER, 1)]
 
-        proc = self.stage.path + "/proc"
         return namespaces.make_user(map_of(owner[0]), map_of(owner[1]), close_nested=False, proc=proc)
 
     def mount_disk(self, wanted: "dict[str, object]", builder: mounts.Builder) -> None:
@@ -234,7 +259,7 @@ class Launcher:
         kept = 0 if self.rootless else _AGENT_CAPS
         syscalls.set_caps(kept, kept, 0)
 
-    def lock(self, message: "dict[str, object]", filter_: bytes) -> "int | None":
+    def lock(self, message: "dict[str, object]", filter_: bytes) -> int:
         """The last steps, after which nothing can be gained back."""
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
         # SAFETY: set after the credentials changed, because that clears it. tests/engine/test_faults.py
@@ -246,7 +271,8 @@ class Launcher:
         if self.landlock_abi:
             rules = [(str(path), int(access)) for path, access in message["landlock"]]  # type: ignore[union-attr,attr-defined]
             landlock.restrict(rules, abi=self.landlock_abi)
-        return seccomp.load(filter_, listener=True)
+        listener = seccomp.load(filter_, listener=True)
+        return -1 if listener is None else listener
 
 
 def _join(paths: "list[str]") -> None:

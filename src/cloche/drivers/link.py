@@ -8,12 +8,13 @@ a guest that does not read makes its own requests wait, and nobody else's.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import stat
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,41 +22,49 @@ from cloche import errors
 from cloche.guest import wire
 
 _MAX_QUEUED = 10_000
+MISBEHAVED = "the guest sent what no guest of ours sends (guest_misbehaved)"
+_CARRYING = ("open", "connect")  # the requests whose answers bring a descriptor
+
+# Whatever is computed with later is bounded here, so that no number overflows where nobody expects it to.
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Real = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 class Frame(msgspec.Struct):
     """All that a guest may say."""
 
-    n: int | None = None
-    errno: int | None = None
+    n: Size | None = None
+    errno: Number | None = None
     path: str = ""
-    pid: int = 0
-    killed: int = 0
+    pid: Number = 0
+    killed: Number = 0
     made: bool = False
     entry: Entry | None = None
     entries: list[Entry] = []
     more: bool = False
     last: str = ""
-    watch: int = -1
+    watch: Number = -1
     events: list[tuple[str, str]] = []
-    pids: list[int] = []
+    pids: list[Number] = []
     ready: bool = False
-    upper: bool | None = None
-    trace: list[int] = []
+    passed: tuple[str, ...] = ("terminals", "listener")
+    """What the descriptors of `ready` are, in order."""
+    trace: list[Size] = []
     failed: str | None = None
-    exit: int | None = None
-    status: int = 0
-    cpu_ms: float = 0
-    rss_kib: int = 0
+    exit: Number | None = None
+    status: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)] = 0
+    cpu_ms: Real = 0
+    rss_kib: Size = 0
 
 
 class Entry(msgspec.Struct, array_like=True):
-    name: str
-    mode: int
-    size: int
-    uid: int
-    gid: int
-    mtime: float
+    name: Annotated[str, msgspec.Meta(max_length=4096)]
+    mode: Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
+    size: Size
+    uid: Size
+    gid: Size
+    mtime: Real
     target: str | None
 
 
@@ -97,6 +106,9 @@ class Link:
             answer = await future
         finally:
             self._waiting.pop(number, None)
+        if op not in _CARRYING or answer.frame.errno is not None:
+            wire.close_all(answer.fds)
+            answer.fds = []
         if answer.frame.errno is not None:
             code = answer.frame.errno if 0 < answer.frame.errno < 4096 else 5
             raise OSError(code, os.strerror(code), answer.frame.path[:4096])
@@ -150,9 +162,9 @@ class Link:
                 return
             try:
                 frame = _decode(body)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, ValueError, RecursionError):
                 wire.close_all(fds)
-                self.close("the guest sent what no guest of ours sends (guest_misbehaved)")
+                self.close(MISBEHAVED)
                 return
             self._dispatch(frame, fds)
             if self.closed:
@@ -186,16 +198,18 @@ class Link:
         self._on_end(reason)
 
 
-def only_regular(fds: list[int]) -> int:
-    """The one descriptor of an answer, if it is what it must be: a regular file (or a directory is an error)."""
+def only_regular(fds: list[int], flags: int) -> int:
+    """The one descriptor of an answer, if it is what it must be: a regular file, opened as was asked."""
     wire.close_all(fds[1:])
     if not fds:
         raise errors.error("guest_misbehaved", "the guest answered without the file that it was asked for")
     fd = fds[0]
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISREG(mode):
+    mode, opened = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
+    if stat.S_ISREG(mode) and not opened & os.O_PATH and opened & os.O_ACCMODE == flags & os.O_ACCMODE:
         return fd
     os.close(fd)
+    if stat.S_ISREG(mode):
+        raise errors.error("guest_misbehaved", "the guest answered with a file that is not open as it was asked to be")
     if stat.S_ISDIR(mode):
         raise errors.error("is_directory", "the path is a directory", hint="list it, or name a file in it")
     raise errors.error(

@@ -57,15 +57,14 @@ class GuestMachine(interfaces.Machine):
 
     def _frame(self, frame: link.Frame, fds: list[int]) -> None:
         if frame.ready and not self.ready.done():
-            # These two come from the set-up, before anything hostile ran in there.
-            self._terminals = fds.pop(0) if fds else -1
-            if frame.upper is not None and fds:
-                upper = fds.pop(0)
-                self.upper_fd = upper if frame.upper else -1
-                if not frame.upper:
-                    os.close(upper)
-            if fds:
-                self._listen(fds.pop(0))
+            # These come from the set-up, before anything hostile ran in there.
+            passed = {name: fds.pop(0) for name in frame.passed if fds}
+            self._terminals = passed.get("terminals", -1)
+            self.upper_fd = passed.get("upper", -1)
+            if "listener" in passed:
+                self._listen(passed["listener"])
+            if "mounts" in passed:
+                self._watch_mounts(passed["mounts"])
             self.trace = frame.trace
             self.ready.set_result(None)
         elif frame.failed is not None and not self.ready.done():
@@ -102,6 +101,11 @@ class GuestMachine(interfaces.Machine):
             self.ready.exception()
         self.kill_now()
 
+    def _misbehaved(self, what: str) -> errors.ClocheError:
+        """The guest lies in a way that ours cannot: its sandbox ends."""
+        self._link.close(link.MISBEHAVED)
+        return errors.error("guest_misbehaved", f"the sandbox was ended because its guest answered with {what}")
+
     def died(self, reason: str = "") -> None:
         """Nothing inside runs any more: let go of everything, once."""
         if self._gone:
@@ -123,6 +127,10 @@ class GuestMachine(interfaces.Machine):
         if not self.ended.done():
             self.ended.set_result(self._reason)
 
+    def _watch_mounts(self, fd: int) -> None:
+        """A driver that can mount again what the host tore off keeps the descriptor; others have no use for it."""
+        os.close(fd)
+
     def _release(self) -> None:
         """Close and remove what the driver holds for this machine."""
         raise NotImplementedError
@@ -143,7 +151,8 @@ class GuestMachine(interfaces.Machine):
         except OSError as problem:
             raise _start_error(problem, start) from None
         pid = answer.frame.pid
-        wire.close_all(answer.fds)
+        if pid <= 0 or pid in self._children:
+            raise self._misbehaved("a command under a pid that another one has")
         future: asyncio.Future[interfaces.ExitStatus] = self._loop.create_future()
         early = self._early.pop(pid, None)
         if early is not None:
@@ -187,13 +196,16 @@ class GuestMachine(interfaces.Machine):
         fields = {"path": path, "flags": flags, "mode": mode, "user": user, "parents": parents}
         with borders.paths(path):
             answer = await self._link.request("open", fields)
-            return link.only_regular(answer.fds)
+            return link.only_regular(answer.fds, flags)
 
     async def file_act(self, act: str, path: str, *, user: str = "user", **arguments: Any) -> Any:
         with borders.paths(path):
             answer = await self._link.request(act, {"path": path, "user": user, **arguments})
-        wire.close_all(answer.fds)
-        return answer.frame
+        frame = answer.frame
+        named = [*frame.entries, frame.entry] if frame.entry is not None else frame.entries
+        if not all(_is_name(entry.name, alone=act == "stat") for entry in named):
+            raise self._misbehaved("a file name that is none")
+        return frame
 
     async def watch(self, path: str, *, recursive: bool, user: str = "user") -> AsyncIterator[model.FileEvent]:
         with borders.paths(path):
@@ -250,6 +262,13 @@ class GuestMachine(interfaces.Machine):
         self._notified += 1
         if self._notified >= _MAX_NOTIFIED:
             self._stop_listening()
+
+
+def _is_name(name: str, *, alone: bool) -> bool:
+    """Whether a guest's word for a file can be one; `alone`, the place asked about may be the root or "."."""
+    if alone and name in ("/", "."):
+        return True
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name and len(name) <= 255
 
 
 def _denial(call: seccomp.Notification) -> model.Denial:

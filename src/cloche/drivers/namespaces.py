@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cloche import errors, interfaces, model, policy
-from cloche.drivers import machine, spawning
+from cloche.drivers import machine, spawning, watching
 from cloche.guest import wire
 from cloche.images import host
 from cloche.linux import cgroups, landlock, loops, mounts, processes
@@ -306,6 +306,7 @@ class NamespacesDriver(interfaces.Driver):
             "steps": mounts.plan(self._view(resources, rules, exposure)), "rlimits": rlimits, "affinity": affinity,
             "syscalls": rules.syscalls, "landlock": _landlock_rules(rules, exposure),
             "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
+            "watch_mounts": exposure is not None and bool(exposure.protect),
             "agent": {
                 "env": {**self._image.environment, **extra, **spec.env}, "uid": host.USER_ID,
                 "cwd": exposure.cwd if exposure is not None else "/workspace",
@@ -336,6 +337,12 @@ class NamespacesDriver(interfaces.Driver):
                 loops.format_image(template, mib, mounts.DISK)
         return {"mib": mib, "template": template}
 
+    def mount(self, key: str, owner: tuple[int, int], protect: list[tuple[str, str]]) -> None:
+        """Bind host paths read-only into a running sandbox."""
+        steps = [["bind", target, source, {"writable": False, "owner": True}] for source, target in protect]
+        with suppress(OSError):
+            wire.send(self._link, {"op": "mount", "id": key, "owner": list(owner), "steps": steps})
+
     def discard(self, group: cgroups.Group) -> None:
         """Remove a group whose processes are gone; what the kernel still counts as busy goes in the background."""
         if not group.remove_empty():
@@ -357,6 +364,8 @@ class NamespacesMachine(machine.GuestMachine):
         self._pidfd = -1
         self._paused = False
         self._protected: tuple[str, ...] = ()
+        self._exposure: interfaces.Exposure | None = None
+        self._mounts: watching.Mounts | None = None
 
     def born(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -375,6 +384,7 @@ class NamespacesMachine(machine.GuestMachine):
         if exposure is not None:
             self.shown, self.warnings, self.cwd = exposure.shown, exposure.warnings, exposure.cwd
             self._protected = tuple(target for _, target in exposure.protect)
+            self._exposure = exposure
 
     def read_only_rule(self, path: str) -> str | None:
         for target in self._protected:
@@ -429,8 +439,20 @@ class NamespacesMachine(machine.GuestMachine):
         if self._paused and self._group is not None:
             self._group.thaw()  # a task frozen by cgroup v1 does not die on SIGKILL
 
+    def _watch_mounts(self, fd: int) -> None:
+        """When a program on the host replaces a protected file, the kernel takes the protection of that name off."""
+        self._mounts = watching.Mounts(fd, self._mend)
+
+    def _mend(self, points: set[str]) -> None:
+        exposure = self._exposure
+        lost = [(s, t) for s, t in exposure.protect if t not in points and os.path.lexists(s)] if exposure is not None else []
+        if lost and exposure is not None:
+            self._driver.mount(self.key, exposure.owner, lost)
+
     def _release(self) -> None:
         self._driver.forget(self)
+        if self._mounts is not None:
+            self._mounts.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

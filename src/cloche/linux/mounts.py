@@ -291,12 +291,20 @@ class Builder:
 
     def do_bind(self, target: str, source: str, options: "dict[str, Any]") -> None:
         self.prepare(target, source, options)
+        # SAFETY: the source is opened once and that very tree is mounted, so that a name swapped for a symlink between
+        # look and mount changes nothing. tests/security/test_files.py
+        tree = self.tree(source, options)
+        try:
+            syscalls.move_mount(tree, "", syscalls.AT_FDCWD, self.inside(target), syscalls.MOVE_MOUNT_F_EMPTY_PATH)
+        finally:
+            os.close(tree)
+
+    def tree(self, source: str, options: "dict[str, Any]") -> int:
+        """A detached copy of a host path's mounts, as a bind step wants it."""
         fixed = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
         attributes = fixed if options["writable"] else fixed | syscalls.MOUNT_ATTR_RDONLY
         user_fd = self.owner_fd if options.get("owner") else self.user_fd
-        # SAFETY: the source is opened once and that very tree is mounted, so that a name swapped for a symlink between
-        # look and mount changes nothing. tests/security/test_files.py::test_swapped_bind_source
-        self.idmap(source, self.inside(target), user_fd, attributes, recursive=True)
+        return self.copy(source, user_fd, attributes, recursive=True)
 
     def do_seal(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
         flags = _BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _LOCKED
@@ -310,24 +318,30 @@ class Builder:
         attributes = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
         self.idmap(source, target, user_fd, attributes)
 
-    def idmap(self, source: str, target: str, user_fd: int, attributes: int, *, recursive: bool = False) -> None:
-        """A copy of `source`'s mount at `target`, with its owners shown as the sandbox's.
+    def idmap(self, source: str, target: str, user_fd: int, attributes: int) -> None:
+        tree = self.copy(source, user_fd, attributes)
+        try:
+            syscalls.move_mount(tree, "", syscalls.AT_FDCWD, target, syscalls.MOVE_MOUNT_F_EMPTY_PATH)
+        finally:
+            os.close(tree)
+
+    def copy(self, source: str, user_fd: int, attributes: int, *, recursive: bool = False) -> int:
+        """A detached copy of `source`'s mount, with its owners shown as the sandbox's.
 
         Without a uid range there is one uid on both sides and nothing to map.
         """
         flags = syscalls.OPEN_TREE_CLONE | (syscalls.AT_RECURSIVE if recursive else 0)
         tree = syscalls.open_tree(syscalls.AT_FDCWD, source, flags | syscalls.AT_SYMLINK_NOFOLLOW)
+        change = syscalls.AT_EMPTY_PATH | (syscalls.AT_RECURSIVE if recursive else 0)
+        mapped = syscalls.MOUNT_ATTR_IDMAP if not self.rootless and user_fd >= 0 else 0
         try:
-            change = syscalls.AT_EMPTY_PATH | (syscalls.AT_RECURSIVE if recursive else 0)
-            if self.rootless or user_fd < 0:
-                syscalls.mount_setattr(tree, "", change, set_attributes=attributes)
-            else:
-                syscalls.mount_setattr(
-                    tree, "", change, set_attributes=attributes | syscalls.MOUNT_ATTR_IDMAP, userns_fd=user_fd
-                )
-            syscalls.move_mount(tree, "", syscalls.AT_FDCWD, target, syscalls.MOVE_MOUNT_F_EMPTY_PATH)
-        finally:
+            syscalls.mount_setattr(
+                tree, "", change, set_attributes=attributes | mapped, userns_fd=user_fd if mapped else 0
+            )
+        except OSError:
             os.close(tree)
+            raise
+        return tree
 
     def prepare(self, target: str, source: str, options: "dict[str, Any]") -> None:
         """Make the mount point, where the step says that it may be missing."""
