@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from cloche import engine, interfaces, settings, store, workspaces
-from cloche.drivers import namespaces, spawning
+from cloche.drivers import bubblewrap, namespaces, process, spawning
 from cloche.guest import interpreter, shells
 from cloche.linux import processes
 
@@ -16,6 +16,8 @@ def drivers(home: str, launch: spawning.Launch | None = None) -> list[tuple[str,
     """Strongest first."""
     return [
         ("namespaces", lambda: namespaces.NamespacesDriver(home, launch=launch)),
+        ("bubblewrap", lambda: bubblewrap.BubblewrapDriver(home)),
+        ("process", lambda: process.ProcessDriver(home)),
     ]
 
 
