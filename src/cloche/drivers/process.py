@@ -70,9 +70,14 @@ class ProcessDriver(spawned.SpawnedDriver):
 
     def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> ProcessMachine:
         room, lock = self._make_room(sandbox_id)
-        here, there = wire.pair()
-        control, their_control = wire.pair()
-        made = ProcessMachine(self, sandbox_id, here, self._group_for(room), self._isolation(), room, control)
+        try:
+            here, there = wire.pair()
+            control, their_control = wire.pair()
+            made = ProcessMachine(self, sandbox_id, here, self.make_group(), self._isolation(), room, control)
+        except BaseException:
+            os.close(lock)
+            supervising.remove(room)
+            raise
         disk = model.Limit(
             value=spec.resources.disk_mib, enforcement="none", by="RLIMIT_FSIZE bounds each file only"
         )
@@ -104,13 +109,6 @@ class ProcessDriver(spawned.SpawnedDriver):
             os.mkdir(f"{room}/{name}", 0o755)
         os.close(os.open(f"{room}/{_MARK}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         return room, lock
-
-    def _group_for(self, room: str) -> cgroups.Group | None:
-        try:
-            return self.make_group()
-        except BaseException:
-            supervising.remove(room)
-            raise
 
     def _isolation(self) -> model.Isolation:
         missing = _MISSING if self.abi >= SCOPED_ABI else (*_MISSING, _SIGNALS)
