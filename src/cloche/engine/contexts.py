@@ -22,7 +22,10 @@ import msgspec
 from cloche import errors, interfaces, model
 
 _CHUNK = 256 * 1024
+_TURNS = 8  # chunks read from one pipe before others get their turn
 _MAX_FRAME = 64 << 20
+_TURNS = 8
+_MAX_STATUS = 8
 _MAX_OUTPUT = 16 * 1024 * 1024
 _READY_TIMEOUT_S = 30.0
 ALIASES = {"python": "python", "python3": "python", "py": "python", "bash": "bash", "sh": "bash", "shell": "bash"}
@@ -59,6 +62,7 @@ class Run:
     def __init__(self, run_id: str) -> None:
         self.id = run_id
         self.results: list[dict[str, Any]] = []
+        self.size = 0  # of the results together, as they came
         self.error: model.CodeError | None = None
         self.count = 0
         self.status: int | None = None
@@ -88,6 +92,10 @@ class Context:
 
     def info(self) -> model.ContextInfo:
         return model.ContextInfo(id=self.id, language=self.language, cwd=self.cwd, pid=self.pid)
+
+    @property
+    def busy(self) -> bool:
+        return self._run is not None
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,9 +150,12 @@ class Context:
         if self._socket is None:
             return
         said = b"".join(bytes(b) for b in self._texts())[-2000:].decode("utf-8", "replace").strip()
-        self._drop()
         text = "the context's interpreter ended" + (f": {said}" if said else "")
-        lost = errors.error("context_lost", text, hint="restart the context; its variables are gone")
+        self._end(errors.error("context_lost", text, hint="restart the context; its variables are gone"))
+
+    def _end(self, lost: errors.ClocheError) -> None:
+        """Let go of the interpreter, and tell whoever waits for it."""
+        self._drop()
         for future in (self._ready, self._run.done if self._run else None):
             if future is not None and not future.done():
                 future.set_exception(lost)
@@ -166,17 +177,15 @@ class Context:
         self._pipes = {}
 
     def close(self) -> None:
-        self._drop()
+        self._end(errors.error("context_lost", "the context has ended"))
 
-    async def kill(self) -> None:
-        self._drop()
+    async def kill(self, reason: str = "the context was deleted") -> None:
+        self._end(errors.error("context_lost", reason))
         with suppress(errors.ClocheError):
             await self._machine.signal(self.pid, signal.SIGKILL, scope="tree")
 
     async def restart(self) -> None:
-        if self._run is not None and not self._run.done.done():
-            self._run.done.set_exception(errors.error("context_lost", "the context was restarted"))
-        await self.kill()
+        await self.kill("the context was restarted")
         self._buffer.clear()
         await self.start()
 
@@ -208,6 +217,11 @@ class Context:
             try:
                 await self._send_code(code, env)
                 return await self._await_done(self._run, timeout_s)
+            except asyncio.CancelledError:
+                # Nobody waits for the result any more; the next run must not wait for this one.
+                with suppress(errors.ClocheError):
+                    await self.interrupt()
+                raise
             finally:
                 self._run = None
 
@@ -243,8 +257,9 @@ class Context:
     # ── what comes back ─────────────────────────────────────────────────────────────────────────
 
     def _drain(self, fd: int) -> None:
+        # Not until it is empty: who writes faster than we read would have the loop for itself.
         text = self._pipes[fd]
-        while True:
+        for _ in range(_TURNS):
             try:
                 data = os.read(fd, _CHUNK)
             except BlockingIOError:
@@ -275,13 +290,16 @@ class Context:
             self._take_statuses()
 
     def _take_statuses(self) -> None:
-        while b"\0" in self._buffer:
-            status, _, rest = bytes(self._buffer).partition(b"\0")
-            self._buffer = bytearray(rest)
-            if self._run is not None and not self._run.done.done():
-                self._run.status = int(status) if status.isdigit() else 1
-                self._run.count = self._runs
-                self._run.done.set_result(None)
+        *whole, rest = bytes(self._buffer).split(b"\0")
+        self._buffer = bytearray(rest)
+        if len(rest) > _MAX_STATUS:
+            self._lost()
+            return
+        if whole and self._run is not None and not self._run.done.done():
+            status = whole[0]
+            self._run.status = int(status) if status.isdigit() and len(status) <= _MAX_STATUS else 1
+            self._run.count = self._runs
+            self._run.done.set_result(None)
 
     def _take_frames(self) -> None:
         while len(self._buffer) >= 4:
@@ -295,12 +313,12 @@ class Context:
             del self._buffer[: 4 + length]
             try:
                 frame = _decode(body)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, ValueError, RecursionError):
                 self._lost()
                 return
-            self._dispatch(frame)
+            self._dispatch(frame, length)
 
-    def _dispatch(self, frame: Frame) -> None:
+    def _dispatch(self, frame: Frame, size: int) -> None:
         if frame.op == "ready":
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(None)
@@ -310,7 +328,8 @@ class Context:
             return
         if frame.op == "started" and not run.started.done():
             run.started.set_result(None)
-        elif frame.op == "result" and len(run.results) < 1000:
+        elif frame.op == "result" and len(run.results) < 1000 and run.size + size <= _MAX_FRAME:
+            run.size += size
             run.results.append({**frame.data, "main": frame.main, **({"extra": frame.extra} if frame.extra else {})})
         elif frame.op == "error":
             run.error = model.CodeError(name=frame.name, value=frame.value, traceback=frame.traceback)
