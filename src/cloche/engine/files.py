@@ -21,6 +21,7 @@ MAX_READ = 256 * 1024 * 1024
 MAX_TREE = 1 << 30
 _CHUNK = 1 << 20
 _INLINE = 1 << 20  # bytes that are moved without leaving the event loop
+_MOST_ENTRIES = 100_000  # of one list
 _USERS = {0: "root", 1000: "user"}
 
 
@@ -136,22 +137,37 @@ async def stat_path(machine: interfaces.Machine, path: str, *, user: str = "user
 
 
 async def list_dir(machine: interfaces.Machine, path: str, *, user: str = "user", depth: int = 1) -> list[model.FileInfo]:
-    model.check_path(path)
     if depth < 1:
         raise errors.error("limit_invalid", f"depth is {depth}; it must be at least 1")
+    found = level = await _entries(machine, path, user)
+    while depth > 1 and level:
+        depth -= 1
+        below: list[model.FileInfo] = []
+        for directory in level:
+            if directory.type == "directory":
+                below += await _entries(machine, directory.path, user, most=_MOST_ENTRIES - len(found) - len(below))
+        found, level = found + below, below
+    return found
+
+
+async def _entries(machine: interfaces.Machine, path: str, user: str, most: int = _MOST_ENTRIES) -> list[model.FileInfo]:
+    """One directory. What says that there is always more is a hostile guest, or too much to hold."""
+    model.check_path(path)
     found: list[model.FileInfo] = []
     base = path.rstrip("/")
     after = ""
     while True:
         frame = await machine.file_act("list", path, user=user, after=after)
         found += [_info(f"{base}/{e.name}" if base not in ("", ".") or path.startswith("/") else e.name, e) for e in frame.entries]
+        if len(found) > most:
+            raise errors.error(
+                "file_too_large", f"there are more than {_MOST_ENTRIES} entries", hint="list the parts, or use a command"
+            )
         if not frame.more:
-            break
+            return found
+        if frame.last <= after:
+            raise errors.error("guest_misbehaved", f"the list of {path} does not get on")
         after = frame.last
-    if depth > 1:
-        for directory in [f for f in found if f.type == "directory"]:
-            found += await list_dir(machine, directory.path, user=user, depth=depth - 1)
-    return found
 
 
 async def move(machine: interfaces.Machine, source: str, target: str, *, user: str = "user", overwrite: bool = True) -> None:
@@ -176,17 +192,21 @@ async def download_tree(machine: interfaces.Machine, path: str, *, user: str = "
         if top.type != "directory":
             await _add(machine, archive, top, top.name or "file", user, buffer)
         else:
-            await _add_below(machine, archive, top.path, "", user, buffer)
+            await _add_below(machine, archive, top.path, user, buffer)
     return buffer.getvalue()
 
 
-async def _add_below(
-    machine: interfaces.Machine, archive: tarfile.TarFile, path: str, prefix: str, user: str, buffer: io.BytesIO
-) -> None:
-    for entry in await list_dir(machine, path, user=user):
-        await _add(machine, archive, entry, prefix + entry.name, user, buffer)
-        if entry.type == "directory":
-            await _add_below(machine, archive, entry.path, prefix + entry.name + "/", user, buffer)
+async def _add_below(machine: interfaces.Machine, archive: tarfile.TarFile, path: str, user: str, buffer: io.BytesIO) -> None:
+    waiting = [(path, "")]
+    count = 0
+    while waiting:  # not by recursion: a tree inside may be deeper than Python's stack
+        directory, prefix = waiting.pop()
+        entries = await _entries(machine, directory, user, most=_MOST_ENTRIES - count)
+        count += len(entries)
+        for entry in entries:
+            await _add(machine, archive, entry, prefix + entry.name, user, buffer)
+            if entry.type == "directory":
+                waiting.append((entry.path, prefix + entry.name + "/"))
 
 
 async def _add(
@@ -231,6 +251,17 @@ async def upload_tree(machine: interfaces.Machine, path: str, archive: bytes, *,
     return count
 
 
+def _open_archive(archive: bytes) -> tarfile.TarFile:
+    """The archive with its table read, so that a broken one is refused before anything is unpacked."""
+    try:
+        source = tarfile.open(fileobj=io.BytesIO(archive), mode="r:*")
+        source.getmembers()
+        return source
+    except (tarfile.TarError, EOFError, OSError, ValueError) as problem:
+        text = str(problem).partition("\n")[0]
+        raise errors.error("argument_invalid", f"the archive is not a tar: {text}") from None
+
+
 def _check_member(member: tarfile.TarInfo) -> None:
     parts = member.name.split("/")
     if member.name.startswith("/") or ".." in parts:
@@ -246,17 +277,6 @@ def _info(path: str, entry: Any) -> model.FileInfo:
         mode=stat.S_IMODE(entry.mode), owner=_USERS.get(entry.uid, str(entry.uid)),
         group=_USERS.get(entry.gid, str(entry.gid)), modified_at=entry.mtime, target=entry.target,
     )  # fmt: skip
-
-
-def _open_archive(archive: bytes) -> tarfile.TarFile:
-    """The archive with its table read, so that a broken one is refused before anything is unpacked."""
-    try:
-        source = tarfile.open(fileobj=io.BytesIO(archive), mode="r:*")
-        source.getmembers()
-        return source
-    except (tarfile.TarError, EOFError, OSError, ValueError) as problem:
-        text = str(problem).partition("\n")[0]
-        raise errors.error("argument_invalid", f"the archive is not a tar: {text}") from None
 
 
 def _info_of_fd(path: str, info: os.stat_result, user: str) -> model.FileInfo:
