@@ -25,11 +25,16 @@ import termios
 
 from cloche.guest import calls, wire
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
 _IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ), int(signal.SIGINT), int(signal.SIGHUP))
 _FIRST_MARK = 10**15
 _SHELLS = ("/bin/bash", "/bin/sh")
-_LIST_LIMIT = 20_000
-_BATCH = 400  # directory entries in one frame: well under wire.INLINE
+_BATCH = 400  # directory entries looked at for one frame
 
 
 class Agent:
@@ -67,7 +72,11 @@ class Agent:
                     os.read(wake_read, 4096)
                     self.reap()
                 elif descriptor in self.watches:
-                    self.send({"watch": descriptor, "events": self.watches[descriptor].read()})
+                    events = self.watches[descriptor].read()
+                    while events:
+                        some = _fitting(events)
+                        self.send({"watch": descriptor, "events": some})
+                        events = events[len(some) :]
 
     def serve_one(self) -> bool:
         received = wire.receive(self.link)
@@ -91,7 +100,7 @@ class Agent:
 
     def send(self, message: "dict[str, object]", fds: "list[int] | tuple[int, ...]" = ()) -> None:
         try:
-            wire.send(self.link, message, fds)
+            wire.send(self.link, message, fds, lossy=True)
         except OSError:
             os._exit(0)  # the host is gone; so are we
 
@@ -321,16 +330,19 @@ class Agent:
         with self.acting_as(self.identity(message)):
             directory = calls.open_inside(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                names = sorted(n for n in os.listdir(directory) if n > after)[: _LIST_LIMIT]
+                # By the name that the host is told, or it could not say where to go on.
+                names = sorted((told, n) for n in os.listdir(directory) if (told := _told(n)) > after)[:_BATCH]
             finally:
                 os.close(directory)
             entries = []
-            for name in names[:_BATCH]:
+            for told, name in names:
                 try:
-                    entries.append(_entry(f"{path.rstrip('/')}/{name}", name, False))
+                    entries.append(_entry(f"{path.rstrip('/')}/{name}", told, False))
                 except FileNotFoundError:
-                    continue  # removed meanwhile
-            return {"entries": entries, "more": len(names) > _BATCH, "last": names[_BATCH - 1] if len(names) > _BATCH else ""}, []
+                    entries.append([told])  # removed meanwhile
+            some = _fitting(entries)
+            more = len(names) == _BATCH or len(some) < len(entries)
+            return {"entries": [e for e in some if len(e) > 1], "more": more, "last": str(some[-1][0]) if more else ""}, []
 
     def move(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
         with self.acting_as(self.identity(message)):
@@ -477,6 +489,21 @@ def find_program(name: str, environment: "dict[str, str]") -> str:
         if os.access(path, os.X_OK, effective_ids=True) and not os.path.isdir(path):
             return path
     return name
+
+
+def _told(name: str) -> str:
+    """A file name as the host is told it: see `lossy` in wire.py."""
+    return name.encode("utf-8", "replace").decode()
+
+
+def _fitting(items: "list[T]") -> "list[T]":
+    """As many of the first as one frame carries inline, at least one: a host does not follow a memfd."""
+    room = wire.INLINE - 1024
+    for count, item in enumerate(items):
+        room -= len(wire.encode(item)) + 1
+        if room < 0:
+            return items[: max(1, count)]
+    return items
 
 
 def _kill(pid: int, number: int) -> None:

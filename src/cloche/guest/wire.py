@@ -28,9 +28,18 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return here, there
 
 
-def send(link: socket.socket, message: object, fds: "list[int] | tuple[int, ...]" = ()) -> None:
-    """Send one message. A large one goes by memfd, so that it never has to fit a socket buffer."""
-    body = json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogateescape")
+def encode(message: object) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def send(link: socket.socket, message: object, fds: "list[int] | tuple[int, ...]" = (), *, lossy: bool = False) -> None:
+    """Send one message. A large one goes by memfd, so that it never has to fit a socket buffer.
+
+    With `lossy`, bytes of file names that are not UTF-8 become "?": a host's schema takes text only.
+    """
+    body = encode(message)
+    if lossy and b"\\ud" in body:
+        body = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
     if len(body) <= INLINE:
         _send(link, body, fds)
         return
