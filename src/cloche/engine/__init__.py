@@ -54,6 +54,7 @@ class Engine(interfaces.Backend):
         self._placement = placement.Placement(drivers)
         self._sandboxes: dict[str, sandboxes.Sandbox] = {}
         self._names: dict[str, str] = {}
+        self._coming: dict[str, asyncio.Event] = {}
         self._ended: dict[str, str] = {}
         self._reports: dict[str, model.WorkspaceReport] = {}
         self._creating = 0
@@ -70,12 +71,15 @@ class Engine(interfaces.Backend):
     async def create(self, spec: model.SandboxSpec) -> model.SandboxInfo:
         self._accept(spec)
         rules = self._rules(spec)
-        if spec.name is not None and spec.name in self._names:
-            return self._same(spec)
+        while spec.name is not None and spec.name in self._names:
+            if spec.name not in self._coming:
+                return self._same(spec)
+            await self._coming[spec.name].wait()  # whoever asks for the same at once gets the same
         self._check_capacity()
         sandbox_id = model.new_id()
         if spec.name is not None:
             self._names[spec.name] = sandbox_id
+            self._coming[spec.name] = asyncio.Event()
         self._creating += 1
         lent = None
         try:
@@ -85,6 +89,10 @@ class Engine(interfaces.Backend):
                     path=spec.path,
                 )  # fmt: skip
             machine = await self._warm.take(spec) or await self._make_machine(spec, rules, lent)
+            made = sandboxes.Sandbox(
+                sandbox_id, spec, rules, machine, self.settings.limits, self._directory, self._clock, self._interpreters, lent
+            )
+            self._sandboxes[sandbox_id] = made
         except BaseException:
             self._names.pop(spec.name or "", None)
             if lent is not None:
@@ -92,12 +100,10 @@ class Engine(interfaces.Backend):
             raise
         finally:
             self._creating -= 1
-        made = sandboxes.Sandbox(
-            sandbox_id, spec, rules, machine, self.settings.limits, self._directory, self._clock, self._interpreters, lent
-        )
-        self._sandboxes[sandbox_id] = made
+            if spec.name is not None:
+                self._coming.pop(spec.name).set()
         machine.ended.add_done_callback(lambda future: self._machine_ended(made, future))
-        self._reaper.look_again()
+        self._reaper.look_again(made)
         info = made.info(server=self.where, owner=self.owner)
         self._journal.append(
             events.Created(
@@ -206,7 +212,7 @@ class Engine(interfaces.Backend):
     async def extend(self, sandbox: str, timeout_s: float | None) -> model.SandboxInfo:
         found = self._find(sandbox)
         found.extend(timeout_s)
-        self._reaper.look_again()
+        self._reaper.look_again(found)
         self._journal.append(
             events.Extended(sandbox=found.id, time=self._clock.time(), actor=self._actor, expires_at=found.expires_at)
         )
@@ -309,6 +315,7 @@ class Engine(interfaces.Backend):
 
     async def _start(self, found: sandboxes.Sandbox, request: model.ExecRequest) -> execution.Execution:
         running = await found.start(request)
+        self._reaper.look_again(found)  # memory that is watched is watched while something runs
         shown = running.info()
         self._journal.append(
             events.Started(
@@ -322,7 +329,7 @@ class Engine(interfaces.Backend):
     def _record_exit(
         self, found: sandboxes.Sandbox, running: execution.Execution, future: asyncio.Future[model.ExecResult]
     ) -> None:
-        self._reaper.look_again()
+        self._reaper.look_again(found)
         if future.cancelled() or future.exception() is not None:
             return
         result = future.result()

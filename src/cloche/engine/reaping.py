@@ -31,14 +31,19 @@ class Reaper:
         self._at = float("inf")
         self._closed = False
 
-    def look_again(self) -> None:
-        """Something changed that may bring an ending nearer."""
+    def look_again(self, changed: sandboxes.Sandbox | None = None) -> None:
+        """Something changed that may bring an ending nearer: of one sandbox, or of any.
+
+        Only the one is looked at: this runs with every command, and a thousand others may live. What moved an ending
+        further away needs nothing, because a timer that is early finds nothing due and is set anew.
+        """
         if self._closed:
             return
+        looked_at = [changed] if changed is not None and self._timer is not None else self._listing()
         now = self._clock.monotonic()
-        deadline = expiry.next_deadline(s.life for s in self._listing())
+        deadline = expiry.next_deadline(s.life for s in looked_at)
         at = min(deadline if deadline is not None else now + _LONGEST_S, now + _LONGEST_S)
-        if any(_watched(s) for s in self._listing()):
+        if any(_watched(s) for s in looked_at):
             at = min(at, now + _WATCH_S)
         if self._timer is not None and self._at <= at:
             return

@@ -25,6 +25,7 @@ class Sandbox:
         self.machine = machine
         self.created_at = clock.time()
         self.executions: OrderedDict[str, execution.Execution] = OrderedDict()
+        self._unfinished: set[str] = set()
         self.contexts: dict[str, contexts.Context] = {}
         self.default_contexts: dict[str, str] = {}
         self.phase: model.Phase = "running"
@@ -47,8 +48,7 @@ class Sandbox:
 
     @property
     def life(self) -> expiry.Life:
-        running = sum(1 for e in self.executions.values() if e.running)
-        return self._life._replace(running=running, paused=self.phase == "paused")
+        return self._life._replace(running=len(self._unfinished), paused=self.phase == "paused")
 
     def extend(self, timeout_s: float | None) -> None:
         model.check_seconds("timeout_s", timeout_s)
@@ -82,12 +82,15 @@ class Sandbox:
         made = execution.Execution(model.new_id(), request, self.machine, self._limits, self._directory, self.touch)
         self._forget_finished()
         self.executions[made.id] = made
+        self._unfinished.add(made.id)
         self.touch()
         try:
             await made.start()
         except BaseException:
             del self.executions[made.id]
+            self._unfinished.discard(made.id)
             raise
+        made.result.add_done_callback(lambda _: self._unfinished.discard(made.id))
         self.count += 1
         return made
 
@@ -101,15 +104,16 @@ class Sandbox:
             ) from None  # fmt: skip
 
     def _forget_finished(self) -> None:
-        finished = [e for e in self.executions.values() if not e.running]
-        for old in finished[: max(0, len(finished) - _MOST_FINISHED)]:
-            old.close()
-            del self.executions[old.id]
+        """Those that began long ago, and of the others all but the last. It runs with every start, so oldest first."""
         horizon = time.time() - self._limits.log_linger_s
-        for old in finished:
-            if old.id in self.executions and old.started_at < horizon:
+        excess = len(self.executions) - len(self._unfinished) - _MOST_FINISHED
+        for old in list(self.executions.values()):
+            if excess <= 0 and old.started_at >= horizon:
+                return
+            if not old.running:
                 old.close()
                 del self.executions[old.id]
+                excess -= 1
 
     def _denied(self, leader: int, denial: model.Denial) -> None:
         running = [e for e in self.executions.values() if e.running]
