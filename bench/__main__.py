@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 
 # Byte code is part of the figures: a user's second command finds it, so ours must too. Before our own imports.
@@ -84,12 +85,22 @@ def measure(bench: setup.Bench, keys: list[str]) -> None:
     for key in keys:
         bench.say(f"{key} …")
         before = noise.look()
-        rows = ROWS[key](bench)
+        rows = _attempt(bench, key)
         others = noise.foreign(before, noise.look())
         for row in rows:
             row.foreign = others
         bench.rows += rows
         setup.close_engine()
+
+
+def _attempt(bench: setup.Bench, key: str) -> list[records.Row]:
+    """A row that fails is reported and left out; hours of other rows are not thrown away for it."""
+    try:
+        return ROWS[key](bench)
+    except Exception as problem:
+        traceback.print_exc()
+        bench.skip(key, f"failed: {type(problem).__name__}: {problem}")
+        return []
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +114,9 @@ def main(arguments: list[str]) -> int:
     bench = _measured(options, keys)
     run.rows, run.skipped = bench.rows, bench.skipped
     run.noise["end"] = noise.weather()
-    run.objections = records.object_to(run, quick=options.quick, partial=len(keys) < len(ROWS))
+    run.objections = records.object_to(
+        run, quick=options.quick, partial=len(keys) < len(ROWS) or any(s.name in ROWS for s in run.skipped)
+    )
     return _conclude(run, options)
 
 
