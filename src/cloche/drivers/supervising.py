@@ -240,20 +240,17 @@ class _Calls:
         code = errno.EPERM
         if call.name in narrow.SUPERVISED:
             code = self.perform(call)
+        leader = processes.session_inside(call.pid)  # before the answer, after which the caller may be gone
         seccomp.refuse(self.listener, call.id, code)  # with 0 the call has been done, and returns that
         if code == errno.EPERM:
-            self.tell(call)
+            self.tell(call, leader)
         return True
 
-    def tell(self, call: seccomp.Notification) -> None:
+    def tell(self, call: seccomp.Notification, leader: int) -> None:
         self.told += 1
         if self.told > _MAX_TOLD:
             return
-        frame = {
-            "refused": call.name,
-            "leader": processes.session_inside(call.pid),
-            "args": [hex(a) for a in call.args[:3]],
-        }
+        frame = {"refused": call.name, "leader": leader, "args": [hex(word) for word in call.args[:3]]}
         try:
             self.control.setblocking(False)
             wire.send(self.control, frame)
