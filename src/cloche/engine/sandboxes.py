@@ -48,7 +48,8 @@ class Sandbox:
 
     @property
     def life(self) -> expiry.Life:
-        return self._life._replace(running=len(self._unfinished), paused=self.phase == "paused")
+        running = len(self._unfinished) + sum(1 for context in self.contexts.values() if context.busy)
+        return self._life._replace(running=running, paused=self.phase == "paused")
 
     def extend(self, timeout_s: float | None) -> None:
         model.check_seconds("timeout_s", timeout_s)
