@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from typing import Any, Literal
 
 import msgspec
@@ -31,8 +30,8 @@ _ENV_NAME = re.compile(r"[^=\0]+")
 
 def new_id() -> str:
     """A DNS-safe id of fixed length. Starts with a letter, so that it is never read as a number."""
-    first, rest = _ID_ALPHABET[secrets.randbits(4)], secrets.token_bytes(ID_LENGTH - 1)
-    return chr(first) + rest.translate(_ID_BYTES).decode()
+    raw = os.urandom(ID_LENGTH)  # not `secrets`, whose imports cost a command as much as all the nouns
+    return chr(_ID_ALPHABET[raw[0] & 15]) + raw[1:].translate(_ID_BYTES).decode()
 
 
 class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,19 +6,60 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache
 
-from cloche import engine, interfaces, settings, store, workspaces
-from cloche.drivers import bubblewrap, namespaces, process, spawning
+from cloche import engine, interfaces, policy, settings, store
+from cloche.drivers import namespaces, spawning
 from cloche.guest import interpreter, shells
 from cloche.linux import processes
 
+# What few commands use is imported when it is used: the first `cloche run` pays for every line that is loaded here.
 
-def drivers(home: str, launch: spawning.Launch | None = None) -> list[tuple[str, Callable[[], interfaces.Driver]]]:
+
+def drivers(
+    home: str, launch: spawning.Launch | None = None, embryos: int = 2
+) -> list[tuple[str, Callable[[], interfaces.Driver]]]:
     """Strongest first."""
     return [
-        ("namespaces", lambda: namespaces.NamespacesDriver(home, launch=launch)),
-        ("bubblewrap", lambda: bubblewrap.BubblewrapDriver(home)),
-        ("process", lambda: process.ProcessDriver(home)),
+        ("namespaces", lambda: namespaces.NamespacesDriver(home, launch=launch, embryos=embryos)),
+        ("bubblewrap", lambda: _bubblewrap(home)),
+        ("process", lambda: _process(home)),
     ]
+
+
+def _bubblewrap(home: str) -> interfaces.Driver:
+    from cloche.drivers import bubblewrap
+
+    return bubblewrap.BubblewrapDriver(home)
+
+
+def _process(home: str) -> interfaces.Driver:
+    from cloche.drivers import process
+
+    return process.ProcessDriver(home)
+
+
+class Workspaces(interfaces.Workspaces):
+    """`workspaces.LocalWorkspaces`, made at the first use."""
+
+    def __init__(self, home: str, environment: Mapping[str, str]) -> None:
+        self._home = home
+        self._environment = environment
+
+    def open(
+        self, directory: str, *, rules: policy.Policy, sandbox_id: str, overlay: bool, path: str | None = None
+    ) -> interfaces.Workspace:
+        return self._local().open(directory, rules=rules, sandbox_id=sandbox_id, overlay=overlay, path=path)
+
+    def sweep(self) -> list[str]:
+        try:
+            left = os.listdir(os.path.join(self._home, "workspaces"))
+        except OSError:
+            return []
+        return self._local().sweep() if left else []
+
+    def _local(self) -> interfaces.Workspaces:
+        from cloche import workspaces
+
+        return workspaces.LocalWorkspaces(self._home, self._environment)
 
 
 def interpreters() -> dict[str, interfaces.Interpreter]:
@@ -34,18 +75,26 @@ def owner() -> str:
 
 
 def make_engine(
-    environment: Mapping[str, str], *, where: str = "in process", warm: bool = False, launch: spawning.Launch | None = None
+    environment: Mapping[str, str],
+    *,
+    where: str = "in process",
+    warm: bool = False,
+    once: bool = False,
+    launch: spawning.Launch | None = None,
 ) -> engine.Engine:
-    """An engine on this machine's state directory. Must be called in the event loop that it will live in."""
+    """An engine on this machine's state directory. Must be called in the event loop that it will live in.
+
+    `warm` keeps a sandbox waiting for the next caller; `once` is for an engine that will make one sandbox and go.
+    """
     config = settings.load(environment)
     settings.make_home(config.home)
     return engine.Engine(
         config,
         store.Store(config.state_path),
-        drivers(config.home, launch),
+        drivers(config.home, launch, embryos=0 if once else 2),
         owner=owner(),
         interpreters=interpreters(),
-        workspaces=workspaces.LocalWorkspaces(config.home, environment),
+        workspaces=Workspaces(config.home, environment),
         where=where,
         warm=config.keeper.warm_sandboxes if warm else 0,
     )

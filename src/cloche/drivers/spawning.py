@@ -4,29 +4,42 @@ Standard library only, and little of it: a one-shot `cloche run` starts its laun
 engine while the launcher gets ready on the other core.
 """
 
+import _socket
 import os
-import socket
 import sys
 
 from cloche import errors
-from cloche.guest import wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
 
 _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from cloche.drivers.launcher import main; main(3)"
 CAP_SYS_ADMIN = 21
+_SEND_BUFFER = 512 * 1024  # as `guest.wire.pair`
 
 
 class Launch:
     """A launcher that was started: the engine's end of its socket, and the process that will be reaped."""
 
-    def __init__(self, link: socket.socket, pid: int) -> None:
-        self.link = link
+    def __init__(self, link: "_socket.socket", pid: int) -> None:
+        self._link = link
         self.pid = pid
+
+    @property
+    def link(self) -> "socket.socket":
+        """The socket, to whoever owns the launcher from now on; once. (`socket` is not imported before it is needed.)"""
+        import socket
+
+        return socket.socket(fileno=self._link.detach())
 
 
 def start() -> Launch:
     if not sys.executable:
         raise errors.error("sandbox_create_failed", "this Python does not know its own executable (sys.executable)")
-    here, there = wire.pair()
+    here, there = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
+    for end in (here, there):
+        end.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF, _SEND_BUFFER)
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
@@ -34,7 +47,7 @@ def start() -> Launch:
         (os.POSIX_SPAWN_DUP2, there.fileno(), 3),
     ]
     if there.fileno() == 3:
-        there.set_inheritable(True)  # dup2 onto itself keeps close-on-exec
+        os.set_inheritable(3, True)  # dup2 onto itself keeps close-on-exec
     program = _PROGRAM.format(root=root)
     # An empty environment: nothing of the caller's enters, not even by accident of inheritance.
     pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", program], {}, file_actions=actions)

@@ -7,15 +7,16 @@ travel as tar streams. A path is checked before it is sent; `..` is refused, rel
 from __future__ import annotations
 
 import asyncio
-import io
 import os
-import secrets
 import stat
-import tarfile
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cloche import errors, interfaces, model
+
+if TYPE_CHECKING:  # trees are rare, and tarfile costs a command more than this module
+    import io
+    import tarfile
 
 MAX_READ = 256 * 1024 * 1024
 MAX_TREE = 1 << 30
@@ -74,7 +75,7 @@ async def write(
     wanted = mode if mode is not None else (stat.S_IMODE(old.mode) if old is not None else 0o644)
     directory, _, name = path.rpartition("/")
     draft = f"{directory}/" if directory or path.startswith("/") else ""
-    draft += f".{name[:100]}.{secrets.token_hex(6)}"
+    draft += f".{name[:100]}.{os.urandom(6).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     fd = await machine.open_file(draft, flags, mode=wanted, user=user, parents=old is None)
     try:
@@ -186,6 +187,9 @@ async def make_dir(machine: interfaces.Machine, path: str, *, user: str = "user"
 
 async def download_tree(machine: interfaces.Machine, path: str, *, user: str = "user") -> bytes:
     """A directory (or file) as a tar. Regular files, directories and symlinks; names are relative to `path`."""
+    import io
+    import tarfile
+
     top = await stat_path(machine, path, user=user)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -212,6 +216,9 @@ async def _add_below(machine: interfaces.Machine, archive: tarfile.TarFile, path
 async def _add(
     machine: interfaces.Machine, archive: tarfile.TarFile, entry: model.FileInfo, name: str, user: str, buffer: io.BytesIO
 ) -> None:
+    import io
+    import tarfile
+
     item = tarfile.TarInfo(name)
     item.mode, item.mtime = stat.S_IMODE(entry.mode), int(entry.modified_at)
     data = b""
@@ -253,6 +260,9 @@ async def upload_tree(machine: interfaces.Machine, path: str, archive: bytes, *,
 
 def _open_archive(archive: bytes) -> tarfile.TarFile:
     """The archive with its table read, so that a broken one is refused before anything is unpacked."""
+    import io
+    import tarfile
+
     try:
         source = tarfile.open(fileobj=io.BytesIO(archive), mode="r:*")
         source.getmembers()

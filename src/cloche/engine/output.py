@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -151,7 +150,7 @@ class Log:
 
     def _spill(self) -> None:
         # Unnamed: if this process is killed, nothing is left.
-        self._file = os.open(self._directory or tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._file = os.open(self._directory or "/tmp", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         view = memoryview(bytes(self._memory))
         while view:
             view = view[os.write(self._file, view) :]

@@ -6,7 +6,6 @@ its mount ends (AUTOCLEAR), and the image never has a name: nothing is left to s
 
 import fcntl
 import os
-import shutil
 import struct
 
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
@@ -18,7 +17,8 @@ _ATTEMPTS = 64
 
 def format_image(path: str, mib: int, directories: "tuple[str, ...]" = ()) -> None:
     """An ext4 of `mib` MiB at `path` with these directories in it, whole or not at all."""
-    import subprocess  # only where an image is formatted, once per size and state directory
+    import shutil  # only where an image is formatted, once per size and state directory
+    import subprocess
     import tempfile
 
     mkfs = shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:/usr/bin:/bin") or "mkfs.ext4"
