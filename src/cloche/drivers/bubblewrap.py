@@ -254,18 +254,6 @@ class BubblewrapMachine(spawned.SpawnedMachine):
     def group_paths(self) -> list[str]:
         return self._group.paths if self._group is not None else []
 
-    async def start(self, start: interfaces.Start) -> interfaces.Child:
-        # Root's pipes belong to root, and the user inside is somebody else, who may still open /dev/stdout.
-        for fd in start.fds if os.geteuid() == 0 else ():
-            if stat.S_ISFIFO(os.fstat(fd).st_mode):
-                os.fchmod(fd, 0o666)
-        return await super().start(start)
-
-    def open_terminal(self) -> interfaces.Terminal:
-        terminal = super().open_terminal()
-        os.fchmod(terminal.slave_fd, 0o666)  # in the sandbox's own instance, which only it can name
-        return terminal
-
     def read_only_rule(self, path: str) -> str | None:
         private = any(path == own or path.startswith(own + "/") for own in (*mounts.PRIVATE, "/dev/shm"))
         return None if private else "proc" if path.startswith("/proc/") else "root.read-only"

@@ -85,6 +85,8 @@ class Launcher:
                 self.prepare(message, fds)
             elif message["op"] == "mount":
                 self.mount(message)
+            elif message["op"] == "slots":
+                self.free[:0] = message["slots"]  # type: ignore[call-overload]
         finally:
             wire.close_all(fds)
         return True

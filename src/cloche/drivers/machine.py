@@ -11,7 +11,7 @@ import fcntl
 import os
 import select
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 import socket
 from typing import Any
@@ -41,6 +41,8 @@ class GuestMachine(interfaces.Machine):
         self.on_denial = lambda _pid, _denial: None
         self.ready: asyncio.Future[None] = loop.create_future()
         self.trace: list[int] = []
+        # Root's pipes and terminals belong to root; the user inside is somebody else, who may still open /dev/stdout.
+        self._strangers = os.geteuid() == 0
         self._loop = loop
         self._terminals = -1
         self.upper_fd = -1
@@ -144,6 +146,8 @@ class GuestMachine(interfaces.Machine):
                 "user='root' needs a range of user ids, and this sandbox has one",
                 hint="run Cloche as root, or run the command as the user",
             )
+        if self._strangers:
+            _open_to_all(start.fds)
         command = {"line": start.command} if isinstance(start.command, str) else {"argv": list(start.command)}
         fields = {**command, "env": start.env, "cwd": start.cwd, "user": start.user, "pty": start.pty}
         try:
@@ -178,6 +182,8 @@ class GuestMachine(interfaces.Machine):
             os.close(master)
             raise
         os.set_inheritable(slave, False)
+        if self._strangers:
+            os.fchmod(slave, 0o666)  # in the sandbox's own instance, which only it can name
         return interfaces.Terminal(master, slave)
 
     async def set_environment(self, env: dict[str, str]) -> None:
@@ -269,6 +275,12 @@ def _is_name(name: str, *, alone: bool) -> bool:
     if alone and name in ("/", "."):
         return True
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name and len(name) <= 255
+
+
+def _open_to_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.fchmod(fd, 0o666)
 
 
 def _denial(call: seccomp.Notification) -> model.Denial:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import secrets
 import signal
 import socket
 import struct
@@ -65,18 +64,21 @@ class NamespacesDriver(interfaces.Driver):
     name = "namespaces"
     level: model.Level = "namespaces"
 
-    def __init__(self, home: str, *, launch: spawning.Launch | None = None, blanks: int = 4, rootless: bool | None = None) -> None:
+    def __init__(self, home: str, *, launch: spawning.Launch | None = None, embryos: int = 2, rootless: bool | None = None) -> None:
+        """`embryos` are kept ready; with 0 there is one for the first sandbox and none after it."""
         self._home = home
         self._launch = launch
-        self._blanks = blanks
+        self._blanks = 2 * embryos
         self._rootless = rootless
         self._machines: dict[str, NamespacesMachine] = {}
         self._embryos: deque[NamespacesMachine] = deque()
-        self._fewest = self._wanted = 2
+        self._fewest = self._wanted = embryos
+        self._missed = False
         self._refilling: asyncio.TimerHandle | None = None
         self._usual_disk_mib = model.DEFAULT_RESOURCES.disk_mib
         self._ready: asyncio.Future[LauncherFrame] | None = None
         self._slots_file = -1
+        self._slots: list[int] = []
         self._closed = False
         self.facts: Facts
 
@@ -101,7 +103,8 @@ class NamespacesDriver(interfaces.Driver):
         if not loop_disks:
             missing.append("disk space is memory (tmpfs): loop devices need root")
         self.facts = Facts(rootless, frame.landlock_abi, loop_disks, groups, tuple(missing))
-        self._refill()
+        self._embryos.append(self._conceive())
+        self._refill_later()
 
     async def _start_launcher(self, rootless: bool) -> LauncherFrame:
         launch = self._launch or spawning.start()
@@ -111,11 +114,12 @@ class NamespacesDriver(interfaces.Driver):
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         loop.add_reader(self._link.fileno(), self._readable)
-        slots = [] if rootless else self._take_slots()
+        if not rootless and not self._slots:
+            self._take_slots()
         stage = os.path.join(self._home, "stage")
         os.makedirs(stage, mode=0o700, exist_ok=True)
         config = {
-            "rootless": rootless, "first_uid": FIRST_UID, "slots": slots or list(range(4096)),
+            "rootless": rootless, "first_uid": FIRST_UID, "slots": self._slots or list(range(4096)),
             "blanks": self._blanks, "stage": stage,
         }  # fmt: skip
         wire.send(self._link, config)
@@ -136,19 +140,28 @@ class NamespacesDriver(interfaces.Driver):
 
     def _take_slots(self) -> list[int]:
         """A block of uid ranges that no other engine of this host uses: a byte of one file, locked while we live."""
-        directory = "/run/cloche" if os.access("/run", os.W_OK) else self._home
-        os.makedirs(directory, mode=0o700, exist_ok=True)
-        self._slots_file = os.open(f"{directory}/uids", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._slots_file < 0:
+            directory = "/run/cloche" if os.access("/run", os.W_OK) else self._home
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            self._slots_file = os.open(f"{directory}/uids", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         blocks = SLOTS // BLOCK
-        start = secrets.randbelow(blocks)
-        for offset in range(blocks):
-            block = (start + offset) % blocks
+        start = int.from_bytes(os.urandom(4)) % blocks
+        for block in ((start + offset) % blocks for offset in range(blocks)):
+            if block * BLOCK in self._slots:
+                continue  # ours: the lock would be granted once more
             try:
                 fcntl.fcntl(self._slots_file, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, block, 1, 0))
             except OSError:
                 continue
-            return list(range(block * BLOCK, (block + 1) * BLOCK))
-        raise errors.error("capacity_exceeded", f"{blocks} engines already hold all uid ranges of this host")
+            taken = list(range(block * BLOCK, (block + 1) * BLOCK))
+            self._slots += taken
+            return taken
+        raise errors.error("capacity_exceeded", f"all {blocks} blocks of uid ranges of this host are taken")
+
+    def _ensure_slots(self) -> None:
+        """The launcher must never run out: a range for each machine, and for what it prepares ahead."""
+        if self._slots and len(self._machines) + self._blanks + 1 >= len(self._slots):
+            wire.send(self._link, {"op": "slots", "slots": self._take_slots()})
 
     async def close(self) -> None:
         if self._closed:
@@ -219,7 +232,8 @@ class NamespacesDriver(interfaces.Driver):
         if not self.alive:
             await self._start_launcher(self.facts.rootless)
         self._require(rules)
-        made = self._embryos.popleft() if self._embryos else self._conceive()
+        self._missed = not self._embryos
+        made = self._conceive() if self._missed else self._embryos.popleft()
         try:
             await made.spawned
             made.assign(sandbox_id, self._isolation(rules), exposure)
@@ -236,6 +250,7 @@ class NamespacesDriver(interfaces.Driver):
     # Embryos: sandboxes that have their namespaces and cgroup and nothing else, made before anybody asks.
 
     def _conceive(self) -> NamespacesMachine:
+        self._ensure_slots()
         group = self._make_group()
         here, there = wire.pair()
         embryo = NamespacesMachine(self, here, group)
@@ -256,13 +271,13 @@ class NamespacesDriver(interfaces.Driver):
 
     def _refill_later(self) -> None:
         """Not at once: making embryos would compete with the first command of the sandbox that was just made."""
-        if self._refilling is None and not self._closed:
+        if self._refilling is None and self._fewest and not self._closed:
             self._refilling = asyncio.get_running_loop().call_later(_REFILL_DELAY_S, self._refill)
 
     def _refill(self) -> None:
         """Keep some ready; more while they are used up faster than they are made."""
         self._refilling = None
-        if not self._embryos:
+        if self._missed:
             self._wanted = min(self._wanted * 2, _MOST_EMBRYOS)
         elif len(self._embryos) > self._wanted // 2:
             self._wanted = max(self._wanted - 1, self._fewest)
@@ -287,7 +302,7 @@ class NamespacesDriver(interfaces.Driver):
     def _make_group(self) -> cgroups.Group | None:
         if not self.facts.groups.enforceable and not self.facts.groups.kills:
             return None
-        return self.facts.groups.create(f"cloche-{_owner()}-{secrets.token_hex(4)}")
+        return self.facts.groups.create(f"cloche-{_owner()}-{os.urandom(4).hex()}")
 
     def _isolation(self, rules: policy.Policy) -> model.Isolation:
         return model.Isolation(
@@ -357,7 +372,7 @@ class NamespacesDriver(interfaces.Driver):
 class NamespacesMachine(machine.GuestMachine):
     def __init__(self, driver: NamespacesDriver, sock: socket.socket, group: cgroups.Group | None) -> None:
         super().__init__("", sock, {}, _UNBORN)
-        self.key = secrets.token_hex(8)
+        self.key = os.urandom(8).hex()
         self.spawned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._driver = driver
         self._group = group
