@@ -23,11 +23,10 @@ import os
 import secrets
 import shutil
 import signal
-import stat
 import sys
 from typing import NamedTuple
 
-from cloche import errors, interfaces, model, policy
+from cloche import errors, model, policy
 from cloche.drivers import confining, narrow, spawned
 from cloche.guest import wire
 from cloche.images import host

@@ -107,7 +107,7 @@ class Launcher:
         builder = mounts.Builder(self.stage, user_fd=-1, rootless=self.rootless, ids=ids)
         builder.owner_fd = self.make_owner_map(message, builder, "/proc")
         space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        steps: "list[mounts.Step]" = message["steps"]  # type: ignore[assignment]
+        steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
         trees = [(step[1], builder.tree(step[2], step[3])) for step in steps]
         syscalls.setns(space, syscalls.CLONE_NEWNS)
         for target, tree in trees:
@@ -202,7 +202,7 @@ class Launcher:
     def become(self, message: "dict[str, object]", link: socket.socket, builder: mounts.Builder) -> None:
         trace = [time.monotonic_ns()]
         filter_ = self.filter_of(str(message["syscalls"]))
-        steps: "list[mounts.Step]" = message["steps"]  # type: ignore[assignment]
+        steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
         builder.owner_fd = self.make_owner_map(message, builder, self.stage.path + "/proc")
         self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
         trace.append(time.monotonic_ns())

@@ -10,10 +10,11 @@ import asyncio
 import fcntl
 import os
 import select
+import socket
+import stat
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-import socket
 from typing import Any
 
 from cloche import errors, interfaces, model
