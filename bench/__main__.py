@@ -98,7 +98,7 @@ def _attempt(bench: setup.Bench, key: str) -> list[records.Row]:
     try:
         return ROWS[key](bench)
     except Exception as problem:
-        traceback.print_exc()
+        traceback.print_exc(limit=-2)
         bench.skip(key, f"failed: {type(problem).__name__}: {problem}")
         return []
 
@@ -114,10 +114,17 @@ def main(arguments: list[str]) -> int:
     bench = _measured(options, keys)
     run.rows, run.skipped = bench.rows, bench.skipped
     run.noise["end"] = noise.weather()
-    run.objections = records.object_to(
-        run, quick=options.quick, partial=len(keys) < len(ROWS) or any(s.name in ROWS for s in run.skipped)
-    )
-    return _conclude(run, options)
+    partial = len(keys) < len(ROWS) or any(skipped.name in ROWS for skipped in run.skipped)
+    gaps = records.gaps(run, quick=options.quick, partial=partial)
+    run.objections = gaps + records.noises(run)
+    _show(run, options.name)
+    if not options.publish:
+        return 0
+    if gaps or (run.objections and not options.noisy):
+        say("nothing was published" + ("" if gaps else "; --noisy publishes with the objections on the page"))
+        return 1
+    publish(run)
+    return 0
 
 
 def _measured(options: argparse.Namespace, keys: list[str]) -> setup.Bench:
@@ -139,22 +146,15 @@ def _measured(options: argparse.Namespace, keys: list[str]) -> setup.Bench:
     return bench
 
 
-def _conclude(run: records.Run, options: argparse.Namespace) -> int:
+def _show(run: records.Run, name: str) -> None:
     print(tables.for_terminal(run))
     say(f"load {run.noise['end']['load']}; pressure {run.noise['end']['pressure']}")
     for objection in run.objections:
         say(f"not publishable: {objection}")
     os.makedirs(_KEPT, exist_ok=True)
-    path = os.path.join(_KEPT, f"{options.name}.json")
+    path = os.path.join(_KEPT, f"{name}.json")
     records.write(run, path)
     say(f"every sample is in {os.path.relpath(path, _ROOT)}")
-    if not options.publish:
-        return 0
-    if run.objections and not options.noisy:
-        say("nothing was published (--noisy publishes with the objections on the page)")
-        return 1
-    publish(run)
-    return 0
 
 
 def publish(run: records.Run) -> None:

@@ -136,7 +136,7 @@ def _stop(keeper: int) -> None:
 
 
 def _peers(bench: setup.Bench) -> list[tuple[records.Series, setup.Measure]]:
-    found, missing = peers.find(bench.peers, bench.scratch)
+    found, missing = peers.find(bench.peers)
     for name, reason in missing:
         bench.skip(name, reason)
     return [

@@ -32,9 +32,9 @@ def install(directory: str) -> str:
     return "" if done.returncode == 0 else f"npm install failed: {done.stderr.strip()[-200:]}"
 
 
-def find(directory: str, scratch: str) -> tuple[list[Peer], list[tuple[str, str]]]:
+def find(directory: str) -> tuple[list[Peer], list[tuple[str, str]]]:
     """The peers that work on this machine, and for each other one why it does not."""
-    home = os.path.join(scratch, "peers-home")
+    home = os.path.join(directory, "home")  # not below /tmp, which Codex refuses
     os.makedirs(home, exist_ok=True)
     environment = {**os.environ, "HOME": home, "CODEX_HOME": home}
     found, missing = [], []

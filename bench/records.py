@@ -138,18 +138,22 @@ def percentile(samples: list[float], rank: float) -> float:
     return ordered[max(0, math.ceil(rank / 100 * len(ordered)) - 1)]
 
 
-def object_to(run: Run, *, quick: bool, partial: bool) -> list[str]:
-    """Why a run is not fit to be published."""
+def gaps(run: Run, *, quick: bool, partial: bool) -> list[str]:
+    """What is missing from a run; no option publishes it."""
     found = []
     if quick:
         found.append("a quick run has too few samples")
     if partial:
         found.append("not every row was measured")
-    for row in run.rows:
-        found += [f"{row.key}: {who}" for who in row.foreign]
-        if not row.whole:
-            found.append(f"{row.key}: not everything that holds a sandbox was switched on ({row.held})")
-    return found
+    off = [row for row in run.rows if not row.whole]
+    return found + [
+        f"{row.key}: not everything that holds a sandbox was switched on ({row.held})" for row in off
+    ]
+
+
+def noises(run: Run) -> list[str]:
+    """Who else used the machine; published only on request, and with these words."""
+    return [f"{row.key}: {who}" for row in run.rows for who in row.foreign]
 
 
 def write(run: Run, path: str) -> None:

@@ -104,7 +104,7 @@ def _page_table(run: records.Run) -> str:
 
 def _misses(run: records.Run) -> str:
     if not run.misses:
-        return "No row misses its bar."
+        return "No measured row misses its bar."
     lines = [f"- **{row.name}**: {figure(row)}, and the bar is {bars(row)}." for row in run.misses]
     return "\n".join(["Missed:", "", *lines])
 

@@ -87,7 +87,9 @@ def test_verdicts(bars: list[records.Bar], verdict: str) -> None:
 
 
 def test_a_quiet_whole_run_has_no_objections() -> None:
-    assert records.object_to(a_run(a_row()), quick=False, partial=False) == []
+    run = a_run(a_row())
+    assert records.gaps(run, quick=False, partial=False) == []
+    assert records.noises(run) == []
 
 
 @pytest.mark.parametrize(
@@ -95,12 +97,15 @@ def test_a_quiet_whole_run_has_no_objections() -> None:
     [
         pytest.param(a_row(), True, False, id="too few samples"),
         pytest.param(a_row(), False, True, id="rows left out"),
-        pytest.param(a_row(foreign=["make (pid 7) used 90% of a CPU"]), False, False, id="a busy machine"),
         pytest.param(a_row(whole=False), False, False, id="something switched off"),
     ],
 )
-def test_other_runs_are_objected_to(row: records.Row, quick: bool, partial: bool) -> None:
-    assert len(records.object_to(a_run(row), quick=quick, partial=partial)) == 1
+def test_gaps_are_told(row: records.Row, quick: bool, partial: bool) -> None:
+    assert len(records.gaps(a_run(row), quick=quick, partial=partial)) == 1
+
+
+def test_a_busy_machine_is_told_with_the_row_and_the_culprit() -> None:
+    assert records.noises(a_run(a_row(foreign=["make used 90%"]))) == ["row2: make used 90%"]
 
 
 def test_a_busy_process_outside_our_tree_is_named() -> None:
