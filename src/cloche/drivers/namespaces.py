@@ -418,7 +418,7 @@ class NamespacesMachine(machine.GuestMachine):
             enforced = self._group.set_limits(
                 memory_mib=resources.memory_mib, cpus=resources.cpus, pids=resources.pids + 1
             )
-        rlimits, affinity = {"CORE": 0}, None
+        rlimits, affinity = {"CORE": 1}, None  # 0 would not stop a core pattern that is a pipe; 1 does
         memory, pids, cpus = resources.memory_mib, resources.pids, resources.cpus
         held = model.Limit(value=memory, enforcement="enforced", by="cgroup")
         watched = model.Limit(value=memory, enforcement="watched", by="proportional memory of the tree")

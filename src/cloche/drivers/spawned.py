@@ -265,7 +265,7 @@ class SpawnedMachine(machine.GuestMachine):
                 cpus=resources.cpus,
                 pids=resources.pids + self._driver.agents,
             )
-        rlimits: dict[str, int] = {"CORE": 0}
+        rlimits: dict[str, int] = {"CORE": 1}  # 0 would not stop a core pattern that is a pipe; 1 does
         affinity = None
         watched = model.Limit(
             value=resources.memory_mib, enforcement="watched", by="proportional memory of the tree"
