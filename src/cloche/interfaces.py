@@ -276,7 +276,10 @@ class Backend(ABC):
     async def start(self, sandbox: str, request: model.ExecRequest) -> model.ExecutionInfo: ...
 
     @abstractmethod
-    def attach(self, sandbox: str, execution: str, after: int = 0, wait: bool = True) -> AsyncIterator[model.StreamEvent]: ...
+    def attach(
+        self, sandbox: str, execution: str, after: int = 0, wait: bool = True, lossless: bool = False
+    ) -> AsyncIterator[model.StreamEvent]:
+        """What a command writes. A lossless follower gets every byte, and the command waits for it."""
 
     @abstractmethod
     async def wait(self, sandbox: str, execution: str) -> model.ExecResult: ...

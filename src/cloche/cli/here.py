@@ -46,9 +46,10 @@ class Here:
         from cloche.server import keeper
 
         config = settings.load(os.environ)
+        once = self._launch is not None
         far = socket.socket(fileno=os.dup(self._far.fileno()))
         await keeper.serve_pair(
-            far, lambda: wiring.make_engine(os.environ, launch=self._launch), config.defaults
+            far, lambda: wiring.make_engine(os.environ, launch=self._launch, once=once), config.defaults
         )
 
     def _fail(self, problem: BaseException) -> None:

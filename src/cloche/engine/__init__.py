@@ -346,8 +346,10 @@ class Engine(interfaces.Backend):
             )  # fmt: skip
         )
 
-    def attach(self, sandbox: str, execution: str, after: int = 0, wait: bool = True) -> AsyncIterator[model.StreamEvent]:
-        return self._find(sandbox).execution(execution).follow(after, wait=wait)
+    def attach(
+        self, sandbox: str, execution: str, after: int = 0, wait: bool = True, lossless: bool = False
+    ) -> AsyncIterator[model.StreamEvent]:
+        return self._find(sandbox).execution(execution).follow(after, wait=wait, lossless=lossless)
 
     async def wait(self, sandbox: str, execution: str) -> model.ExecResult:
         return await asyncio.shield(self._find(sandbox).execution(execution).result)

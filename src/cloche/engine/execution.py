@@ -22,6 +22,7 @@ from cloche import errors, interfaces, model, settings
 from cloche.engine import output
 
 _CHUNK = 256 * 1024
+_BACKLOG = 8 << 20  # bytes that a lossless follower may be behind
 _TURNS = 8  # chunks read from one pipe before others get their turn
 _PIPE_SIZE = 256 * 1024
 _MAX_STDIN = 64 * 1024 * 1024
@@ -47,6 +48,8 @@ class Execution:
         self._machine = machine
         self._on_use = on_use
         self._readers: dict[int, model.StreamName] = {}
+        self._paused = False
+        self.log.on_taken = self._resume_reading
         self._stdin = -1
         self._pending = bytearray()
         self._stdin_ends = False
@@ -150,6 +153,21 @@ class Execution:
                 return
             self._on_use()
             self.log.add(self._readers[fd], data)
+            if self.log.backlog > _BACKLOG:
+                self._pause_reading()
+                return
+
+    def _pause_reading(self) -> None:
+        """Whoever reads the command's output has enough to do: let the pipes fill, and the command wait."""
+        self._paused = True
+        for fd in self._readers:
+            self._loop.remove_reader(fd)
+
+    def _resume_reading(self) -> None:
+        if self._paused and self.log.backlog < _BACKLOG // 2:
+            self._paused = False
+            for fd in self._readers:
+                self._loop.add_reader(fd, self._readable, fd)
 
     def _stop_reading(self, fd: int) -> None:
         if self._readers.pop(fd, None) is not None:
@@ -324,8 +342,8 @@ class Execution:
         self._close_all()
         self.log.close()
 
-    def follow(self, after: int = 0, *, wait: bool = True) -> AsyncIterator[model.StreamEvent]:
-        return self.log.follow(after, wait=wait)
+    def follow(self, after: int = 0, *, wait: bool = True, lossless: bool = False) -> AsyncIterator[model.StreamEvent]:
+        return self.log.follow_all(after) if lossless else self.log.follow(after, wait=wait)
 
 
 def _read_only_names(text: bytes) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 Each stream keeps its head and its tail for the result. Beside that the whole of both streams is a *log*: frames with
 one sequence in order of arrival, in memory while it is small, in an unnamed file when it grows, and cut (with a count)
-past a limit. A follower reads frames from a cursor and waits for more; many may follow one log.
+past a limit. A follower reads frames from a cursor and waits for more; many may follow one log. A *lossless* follower
+is the command's real reader, as the next program of a pipeline is: it gets every byte past any limit, and what it does
+not take in time makes the command wait.
 
 A command that writes single bytes must not make the engine hold a frame for each: what no follower has seen is joined to
 the frame before, and past a number of frames the rest is only counted.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from cloche import errors, model
@@ -64,6 +66,26 @@ class Frame(NamedTuple):
     kept: bool
 
 
+class Tap:
+    """What a lossless follower has still to take."""
+
+    def __init__(self) -> None:
+        self.events: deque[model.StreamEvent] = deque()
+        self.size = 0
+        self.changed = asyncio.Event()
+
+    def put(self, event: model.StreamEvent, size: int = 0) -> None:
+        self.events.append(event)
+        self.size += size
+        self.changed.set()
+
+    def take(self) -> model.StreamEvent:
+        event = self.events.popleft()
+        if isinstance(event, model.Output):
+            self.size -= len(event.data)
+        return event
+
+
 class Log:
     """All that was written, as frames."""
 
@@ -79,7 +101,10 @@ class Log:
         self._uncounted: dict[model.StreamName, int] = {}
         self._lost: errors.ClocheError | None = None
         self._changed = asyncio.Event()
+        self._taps: set[Tap] = set()
         self.exited: model.Exited | None = None
+        self.on_taken: Callable[[], None] = lambda: None
+        """Called when a lossless follower has taken something, or has left."""
 
     @property
     def next_seq(self) -> int:
@@ -87,6 +112,8 @@ class Log:
 
     def add(self, stream: model.StreamName, data: bytes) -> None:
         (self.stdout if stream == "stdout" else self.stderr).add(data)
+        for tap in self._taps:
+            tap.put(model.Output(stream=stream, data=data, seq=self.next_seq), len(data))
         kept = self._size + len(data) <= self._spool_limit and len(self._frames) < _MOST_FRAMES and self._write(data)
         if not self._join(stream, len(data), kept):
             if len(self._frames) < _MOST_FRAMES:
@@ -107,7 +134,10 @@ class Log:
         return True
 
     def deny(self, denial: model.Denial) -> None:
-        self._frames.append(model.Denied(denial=denial, seq=self.next_seq))
+        denied = model.Denied(denial=denial, seq=self.next_seq)
+        self._frames.append(denied)
+        for tap in self._taps:
+            tap.put(denied)
         self._wake()
 
     def finish(self, result: model.ExecResult) -> None:
@@ -130,7 +160,14 @@ class Log:
             os.close(self._file)
             self._file = -1
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that the slowest lossless follower has still to take."""
+        return max((tap.size for tap in self._taps), default=0)
+
     def _wake(self) -> None:
+        for tap in self._taps:
+            tap.changed.set()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -186,3 +223,26 @@ class Log:
             if not wait:
                 return
             await changed.wait()
+
+    async def follow_all(self, after: int = 0) -> AsyncIterator[model.StreamEvent]:
+        """As `follow`, without loss: from now on the command waits for this follower."""
+        tap = Tap()
+        self._taps.add(tap)
+        try:
+            for seq in range(max(0, after), len(self._frames)):
+                self._seen = max(self._seen, seq + 1)
+                yield self.event(seq)
+            while True:
+                tap.changed.clear()
+                while tap.events:
+                    yield tap.take()
+                    self.on_taken()
+                if self._lost is not None:
+                    raise self._lost
+                if self.exited is not None:
+                    yield self.exited
+                    return
+                await tap.changed.wait()
+        finally:
+            self._taps.discard(tap)
+            self.on_taken()

@@ -23,7 +23,8 @@ import msgspec
 from cloche import __version__, errors, framing, interfaces, model, rpc, settings
 
 _CHUNK = 1 << 18
-_HIGH_WATER = 4 << 20
+_HIGH_WATER = 1 << 20  # asyncio moves what is left to the front after every send: more would cost more
+_SEND_BUFFER = 1 << 20
 _BACKLOG = 256
 
 
@@ -84,6 +85,7 @@ class Keeper:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(self._backend, writer, self._defaults, keeper=self)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._connections.add(connection)
         self.look_again()
         try:
@@ -231,7 +233,9 @@ class Connection:
                 _spawn(self._feed(channel, call, sandbox, execution), f"input {channel}"),
                 _spawn(self._steer(call, sandbox, execution), f"control {channel}"),
             ]
-            async for event in self._backend.attach(sandbox, execution, arguments.after):
+            async for event in self._backend.attach(
+                sandbox, execution, arguments.after, lossless=not arguments.capture
+            ):
                 await self._forward(channel, arguments, event)
                 if isinstance(event, model.Exited):
                     await self._conclude(channel, arguments, sandbox, event.result)
@@ -391,6 +395,7 @@ async def serve_pair(
     sock: socket.socket, make_backend: Callable[[], interfaces.Backend], defaults: settings.Defaults
 ) -> None:
     """One client on one end of a socket pair, with an engine of its own that ends with it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     try:
         backend = make_backend()
