@@ -84,6 +84,13 @@ def complete(said: dict[str, Any], defaults: settings.Defaults) -> model.Sandbox
         raise _invalid(problem) from None
 
 
+def encode(message: Any) -> bytes:
+    try:
+        return msgspec.json.encode(message)
+    except UnicodeEncodeError:  # a name that is not UTF-8 rides as lone surrogates, which only the standard writer takes
+        return json.dumps(msgspec.to_builtins(message)).encode()
+
+
 def decode_call(body: bytes) -> Call:
     return _decode(body, Call)
 

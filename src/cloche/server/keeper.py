@@ -331,7 +331,7 @@ class Connection:
 
     def send(self, kind: int, channel: int, message: Any) -> None:
         if not self._writer.is_closing():
-            self._writer.write(framing.pack(kind, channel, msgspec.json.encode(message)))
+            self._writer.write(framing.pack(kind, channel, rpc.encode(message)))
 
     def fail(self, channel: int, problem: errors.ClocheError) -> None:
         self.send(framing.ERROR, channel, problem.to_dict())
