@@ -92,7 +92,8 @@ def encode(message: Any) -> bytes:
 
 
 def decode_call(body: bytes) -> Call:
-    return _decode(body, Call)
+    call: Call = _decode(body, Call)
+    return call
 
 
 def decode_arguments(raw: msgspec.Raw, struct: type[msgspec.Struct]) -> Any:

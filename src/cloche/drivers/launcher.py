@@ -271,7 +271,7 @@ class Launcher:
         if not self.rootless:
             calls.FileIdentity.begin(USER)
         if self.landlock_abi:
-            rules = [(str(path), int(access)) for path, access in message["landlock"]]  # type: ignore[union-attr,attr-defined]
+            rules = [(str(path), int(access)) for path, access in message["landlock"]]  # type: ignore[attr-defined]
             landlock.restrict(rules, abi=self.landlock_abi)
         listener = seccomp.load(filter_, listener=True)
         return -1 if listener is None else listener
@@ -297,8 +297,8 @@ def _limit(limits: "dict[str, int]", affinity: "list[int] | None") -> None:
     for name, value in limits.items():
         kind = getattr(resource, "RLIMIT_" + name)
         hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (allowed, allowed))
     if affinity:
         os.sched_setaffinity(0, affinity)
 

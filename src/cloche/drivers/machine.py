@@ -175,7 +175,13 @@ class GuestMachine(interfaces.Machine):
     def open_terminal(self) -> interfaces.Terminal:
         """The engine opens the master itself, in the instance mounted before anything hostile ran: a master passed out
         by the guest would share its flags, and a cleared O_NONBLOCK would stop the engine."""
-        master = os.open("ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._terminals)
+        try:
+            master = os.open("ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._terminals)
+        except OSError as problem:
+            raise errors.error(
+                "capacity_exceeded", f"the sandbox can open no further terminal: {problem.strerror}",
+                hint="end programs that hold terminals",
+            ) from None  # fmt: skip
         try:
             fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
             slave: int = fcntl.ioctl(master, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY)
@@ -222,8 +228,9 @@ class GuestMachine(interfaces.Machine):
         try:
             while True:
                 getting = asyncio.ensure_future(queue.get())
-                done, _ = await asyncio.wait({getting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
-                if getting not in done:
+                waited: set[asyncio.Future[Any]] = {getting, self.ended}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
                     getting.cancel()
                     return
                 yield getting.result()

@@ -128,7 +128,8 @@ class NamespacesDriver(interfaces.Driver):
         except (TimeoutError, OSError):
             frame = LauncherFrame(ready=False, reason="the launcher did not answer")
         with suppress(ChildProcessError):
-            os.waitpid(launch.pid, 0)  # the intermediate one; the launcher itself is known by its socket
+            # The intermediate one, which ends before the launcher speaks; the launcher itself is known by its socket.
+            os.waitpid(launch.pid, 0)  # noqa: ASYNC222
         if not frame.ready:
             self._drop_link()
             raise errors.error(

@@ -226,7 +226,8 @@ class Context:
                 self._run = None
 
     async def _send_code(self, code: str, env: dict[str, str] | None) -> None:
-        assert self._socket is not None and self._run is not None
+        assert self._socket is not None
+        assert self._run is not None
         if self._interpreter.frames:
             body = msgspec.json.encode({"op": "run", "id": self._run.id, "code": code, "env": env or None, "cwd": None, "name": None})
             message = struct.pack(">I", len(body)) + body

@@ -11,7 +11,7 @@ Requests carry `n` and are answered with the same `n`; an `errno` in an answer m
 sent unasked is `{"exit": pid, …}`.
 """
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import errno
 import fcntl
 import os
@@ -25,10 +25,12 @@ import termios
 
 from cloche.guest import calls, wire
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # type checkers know the name; importing `typing` would cost every sandbox a megabyte
 if TYPE_CHECKING:
-    from typing import TypeVar
+    from typing import Any, TypeVar
 
+    Message = dict[str, Any]
+    Answer = tuple[Message, list[int]]
     T = TypeVar("T")
 
 _IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ), int(signal.SIGINT), int(signal.SIGHUP))
@@ -38,12 +40,12 @@ _BATCH = 400  # directory entries looked at for one frame
 
 
 class Agent:
-    def __init__(self, link: socket.socket, config: "dict[str, object]") -> None:
+    def __init__(self, link: socket.socket, config: "Message") -> None:
         self.link = link
-        self.base_env: dict[str, str] = dict(config["env"])  # type: ignore[call-overload]
+        self.base_env: dict[str, str] = dict(config["env"])
         self.default_cwd = str(config["cwd"])
         self.can_switch = bool(config["can_switch"])
-        self.uid = int(config["uid"])  # type: ignore[call-overload]
+        self.uid = int(config["uid"])
         self.leaders: set[int] = set()
         self.marks: dict[int, int] = {}  # of the live leaders, see `mark`
         self.next_mark = _FIRST_MARK
@@ -51,7 +53,7 @@ class Agent:
         self.shell = next((s for s in _SHELLS if os.access(s, os.X_OK)), "/bin/sh")
         self.poll = select.poll()
         self.acts = {
-            "exec": self.exec, "signal": self.signal, "open": self.open, "stat": self.stat, "list": self.list,
+            "exec": self.exec, "signal": self.signal, "open": self.open, "stat": self.stat, "list": self.list_entries,
             "move": self.move, "remove": self.remove, "make_dir": self.make_dir, "chmod": self.chmod,
             "symlink": self.symlink, "watch": self.watch, "unwatch": self.unwatch, "env": self.env, "connect": self.connect,
             "ping": self.ping, "processes": self.processes,
@@ -98,7 +100,7 @@ class Agent:
         wire.close_all(out)
         return True
 
-    def send(self, message: "dict[str, object]", fds: "list[int] | tuple[int, ...]" = ()) -> None:
+    def send(self, message: "Message", fds: "list[int] | tuple[int, ...]" = ()) -> None:
         try:
             wire.send(self.link, message, fds, lossy=True)
         except OSError:
@@ -106,12 +108,12 @@ class Agent:
 
     # ── executions ──────────────────────────────────────────────────────────────────────────────
 
-    def exec(self, message: "dict[str, object]", fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def exec(self, message: "Message", fds: "list[int]") -> "Answer":
         """Start a command. Descriptors: stdin, stdout, stderr (or one terminal), then extra ones for 3, 4, …"""
-        environment = {**self.base_env, **message["env"]}  # type: ignore[dict-item]
+        environment = {**self.base_env, **message["env"]}
         identity = self.identity(message)
         if identity == 0:
-            environment.update(HOME="/root", USER="root", LOGNAME="root", **message["env"])  # type: ignore[arg-type]
+            environment.update(HOME="/root", USER="root", LOGNAME="root", **message["env"])
         cwd = self.locate_cwd(str(message.get("cwd") or self.default_cwd), identity)
         mark = self.mark()
         try:
@@ -171,7 +173,7 @@ class Agent:
                 os._exit(126)
         return pid
 
-    def arguments(self, message: "dict[str, object]", fds: "list[int]") -> "list[str]":
+    def arguments(self, message: "Message", fds: "list[int]") -> "list[str]":
         if "line" in message:
             line = str(message["line"])
             if len(line) < 100_000:
@@ -183,9 +185,9 @@ class Agent:
             os.lseek(memory, 0, os.SEEK_SET)
             fds.append(memory)
             return [self.shell, f"/proc/self/fd/{len(fds) - 1 + (2 if message.get('pty') else 0)}"]
-        return list(message["argv"])  # type: ignore[call-overload]
+        return list(message["argv"])
 
-    def identity(self, message: "dict[str, object]") -> int:
+    def identity(self, message: "Message") -> int:
         if message.get("user") == "root" and self.can_switch:
             return 0
         return self.uid
@@ -231,9 +233,9 @@ class Agent:
                 cpu_ms = (usage.ru_utime + usage.ru_stime) * 1000
                 self.send({"exit": pid, "status": status, "cpu_ms": cpu_ms, "rss_kib": usage.ru_maxrss})
 
-    def signal(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def signal(self, message: "Message", _fds: "list[int]") -> "Answer":
         """Signal a leader, its process group, or its whole tree."""
-        pid, number = int(message["pid"]), int(message["sig"])  # type: ignore[call-overload]
+        pid, number = int(message["pid"]), int(message["sig"])
         if pid not in self.leaders:
             raise ProcessLookupError(errno.ESRCH, "no such execution")
         scope = message.get("scope", "group")
@@ -283,22 +285,22 @@ class Agent:
             grown = bool(more)
         return tree
 
-    def processes(self, _message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def processes(self, _message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(0):
             return {"pids": [int(n) for n in os.listdir("/proc") if n.isdigit()]}, []
 
-    def env(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
-        self.base_env.update(message["set"])  # type: ignore[call-overload]
+    def env(self, message: "Message", _fds: "list[int]") -> "Answer":
+        self.base_env.update(message["set"])
         return {}, []
 
-    def ping(self, _message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def ping(self, _message: "Message", _fds: "list[int]") -> "Answer":
         return {}, []
 
-    def connect(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def connect(self, message: "Message", _fds: "list[int]") -> "Answer":
         """A connection to a port inside, made in this network namespace and handed out."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as link:
             link.settimeout(2)
-            link.connect(("127.0.0.1", int(message["port"])))  # type: ignore[call-overload]
+            link.connect(("127.0.0.1", int(message["port"])))
             link.settimeout(None)
             return {}, [link.detach()]
 
@@ -310,21 +312,21 @@ class Agent:
     def acting_as(self, identity: int) -> "calls.FileIdentity":
         return calls.FileIdentity(identity if self.can_switch else None)
 
-    def open(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
-        path, flags = self.absolute(str(message["path"])), int(message["flags"])  # type: ignore[call-overload]
+    def open(self, message: "Message", _fds: "list[int]") -> "Answer":
+        path, flags = self.absolute(str(message["path"])), int(message["flags"])
         with self.acting_as(self.identity(message)):
             if message.get("parents"):
                 _make_parents(path)
-            mode = int(message.get("mode", 0o644))  # type: ignore[call-overload]
+            mode = int(message.get("mode", 0o644))
             return {}, [calls.open_inside(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)]
 
-    def stat(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def stat(self, message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(self.identity(message)):
             path = self.absolute(str(message["path"]))
             follow = bool(message.get("follow"))
             return {"entry": _entry(path, os.path.basename(path.rstrip("/")) or "/", follow)}, []
 
-    def list(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def list_entries(self, message: "Message", _fds: "list[int]") -> "Answer":
         """Entries in name order from `after`; the caller asks again until `more` is false."""
         path, after = self.absolute(str(message["path"])), str(message.get("after", ""))
         with self.acting_as(self.identity(message)):
@@ -344,7 +346,7 @@ class Agent:
             more = len(names) == _BATCH or len(some) < len(entries)
             return {"entries": [e for e in some if len(e) > 1], "more": more, "last": str(some[-1][0]) if more else ""}, []
 
-    def move(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def move(self, message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(self.identity(message)):
             source, target = self.absolute(str(message["path"])), self.absolute(str(message["target"]))
             if message.get("parents"):
@@ -354,7 +356,7 @@ class Agent:
             os.rename(source, target)
             return {}, []
 
-    def remove(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def remove(self, message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(self.identity(message)):
             path = self.absolute(str(message["path"]))
             if stat.S_ISDIR(os.lstat(path).st_mode):
@@ -366,7 +368,7 @@ class Agent:
                 os.unlink(path)
             return {}, []
 
-    def make_dir(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def make_dir(self, message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(self.identity(message)):
             path = self.absolute(str(message["path"]))
             _make_parents(path)
@@ -378,12 +380,12 @@ class Agent:
                 return {"made": False}, []
             return {"made": True}, []
 
-    def chmod(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def chmod(self, message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(self.identity(message)):
-            os.chmod(self.absolute(str(message["path"])), int(message["mode"]))  # type: ignore[call-overload]
+            os.chmod(self.absolute(str(message["path"])), int(message["mode"]))
             return {}, []
 
-    def symlink(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def symlink(self, message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(self.identity(message)):
             path = self.absolute(str(message["path"]))
             if message.get("parents"):
@@ -391,15 +393,15 @@ class Agent:
             os.symlink(str(message["target"]), path)
             return {}, []
 
-    def watch(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
+    def watch(self, message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(self.identity(message)):
             made = Watch(self.absolute(str(message["path"])), bool(message.get("recursive")))
         self.watches[made.fd] = made
         self.poll.register(made.fd, select.POLLIN)
         return {"watch": made.fd}, []
 
-    def unwatch(self, message: "dict[str, object]", _fds: "list[int]") -> "tuple[dict[str, object], list[int]]":
-        fd = int(message["watch"])  # type: ignore[call-overload]
+    def unwatch(self, message: "Message", _fds: "list[int]") -> "Answer":
+        fd = int(message["watch"])
         if self.watches.pop(fd, None):
             self.poll.unregister(fd)
             os.close(fd)
