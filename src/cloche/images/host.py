@@ -92,6 +92,16 @@ def _build(root: str, layers: tuple[str, ...]) -> None:
             file.write(text)
     os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
     os.symlink("/run", f"{root}/var/run")
+    _open_up(root)
+
+
+def _open_up(root: str) -> None:
+    """Everybody may read what was made under whatever umask; setting that instead would touch the caller's threads."""
+    for directory, _, names in os.walk(root):
+        os.chmod(directory, _DIRECTORIES.get(os.path.relpath(directory, root), 0o755))
+        for name in names:
+            if not os.path.islink(f"{directory}/{name}"):
+                os.chmod(f"{directory}/{name}", 0o644)
 
 
 def _copy(source: str, target: str) -> None:
@@ -121,7 +131,7 @@ def _copy(source: str, target: str) -> None:
 
 def _signature(layers: tuple[str, ...]) -> str:
     """Changes when what was copied, or the code that copies, changes. Checksums suffice: nobody else chooses the input."""
-    facts = repr((layers, ETC, sorted(_FILES.items()), os.geteuid() == 0, 4))
+    facts = repr((layers, ETC, sorted(_FILES.items()), os.geteuid() == 0, 5))
     for name in ETC:
         try:
             info = os.stat(f"/etc/{name}")
