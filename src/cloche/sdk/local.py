@@ -7,6 +7,7 @@ answers gets our commands and files.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import struct
@@ -137,7 +138,7 @@ class LocalBackend:
         queue: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self._waiting[channel] = queue
         call = {"method": method, "arguments": arguments, "protocol": framing.PROTOCOL}
-        self._send(framing.CALL, channel, msgspec.json.encode(call))
+        self._send(framing.CALL, channel, _encode(call))
         return channel, queue
 
     def _send(self, kind: int, channel: int, body: bytes = b"") -> None:
@@ -174,6 +175,15 @@ class LocalBackend:
 
 
 interfaces.Backend.register(LocalBackend)
+
+
+def _encode(call: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(call)
+    except (
+        UnicodeEncodeError
+    ):  # a path or argument that is not UTF-8: only the standard library says it in JSON
+        return json.dumps(call).encode()
 
 
 async def _answer(queue: asyncio.Queue[tuple[int, bytes]]) -> tuple[int, bytes]:

@@ -336,7 +336,10 @@ class AsyncSandbox(Handle):
             "profile": profile,
             "env": env,
             "resources": {field: value for field, value in resources.items() if value is not None},
-            "workspace": workspace,
+            "workspace": None if workspace is None else os.path.abspath(workspace),
+            "path": None
+            if workspace is None
+            else os.environ.get("PATH"),  # whose toolchains a workspace shows
             "overlay": overlay,
             "minimum_isolation": minimum_isolation,
             "driver": driver,
