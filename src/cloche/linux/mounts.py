@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _BIND = syscalls.MS_BIND
 _LOCKED = syscalls.MS_NOSUID | syscalls.MS_NODEV
+TERMINALS = 64  # that one sandbox may have open
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 MASKED = (  # of /proc: what tells about the host, or other people's keys
     "kcore", "keys", "key-users", "timer_list", "sched_debug", "sysrq-trigger", "latency_stats", "kallsyms",
@@ -200,7 +201,7 @@ class Builder:
             # system would be a kernel attack. tests/security/test_limits.py
             syscalls.mount(device, disk, "ext4", _LOCKED | syscalls.MS_NOATIME, "nodiscard,noinit_itable")
         else:
-            syscalls.mount("disk", disk, "tmpfs", _LOCKED, f"mode=0755,size={mib}m")
+            syscalls.mount("disk", disk, "tmpfs", _LOCKED, f"mode=0755,{_sized(mib)}")
         self.disk_mib = mib
 
     def do_layer(self, target: str, source: str, options: "dict[str, Any]") -> None:
@@ -253,8 +254,11 @@ class Builder:
         dev = self.inside(target)
         syscalls.mount(self.stage.path + "/dev", dev, None, _BIND | syscalls.MS_REC)
         # The instance's own terminals; its gid 5 (tty) does not exist inside, so the mode says it all.
-        syscalls.mount("devpts", dev + "/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620")
-        shm = f"mode=1777,size={options['shm_mib']}m"
+        # SAFETY: the kernel has one number of terminals for all; without `max` one sandbox could take every one of them.
+        # tests/security/test_limits.py::test_one_sandbox_cannot_take_all_terminals
+        terminals = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
+        syscalls.mount("devpts", dev + "/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, terminals)
+        shm = f"mode=1777,{_sized(options['shm_mib'])}"
         syscalls.mount("shm", dev + "/shm", "tmpfs", _LOCKED | syscalls.MS_NOEXEC, shm)
 
     def make_proc(self) -> None:
@@ -392,6 +396,11 @@ def _missing_parents(root: int, path: str) -> "list[str]":
             missing.append(relative)
         relative = os.path.dirname(relative)
     return missing[::-1]
+
+
+def _sized(mib: int) -> str:
+    """The options that bound a tmpfs: bytes, and files, because an empty one takes memory too."""
+    return f"size={mib}m,nr_inodes={mib * 256}"
 
 
 def _escape(path: str) -> str:

@@ -78,11 +78,25 @@ def _become_user_namespace(link: socket.socket, close_nested: bool) -> None:
         _expect(link)
         if close_nested:
             _write("/proc/sys/user/max_user_namespaces", "0")
+            _leave_watches_to_others()
         link.send(b"d")
         link.recv(1)  # EOF: the descriptor was opened, or the maker died
         status = 0
     finally:
         os._exit(status)
+
+
+def _leave_watches_to_others() -> None:
+    """Inotify is counted for whoever made the namespace, up to the host's limit: bound what one sandbox takes of it."""
+    for kind in ("instances", "watches"):
+        try:
+            with open(f"/proc/sys/fs/inotify/max_user_{kind}") as file:
+                share = max(8, int(file.read()) // 8)
+        except FileNotFoundError:
+            continue
+        # SAFETY: else one sandbox leaves none to its neighbours, nor to the caller's other programs.
+        # tests/security/test_limits.py::test_one_sandbox_cannot_take_all_watches
+        _write(f"/proc/sys/user/max_inotify_{kind}", str(share), missing_ok=True)
 
 
 def _expect(link: socket.socket) -> None:
