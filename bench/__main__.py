@@ -91,6 +91,7 @@ def measure(bench: setup.Bench, keys: list[str]) -> None:
             row.foreign = others
         bench.rows += rows
         setup.close_engine()
+        noise.reap()
 
 
 def _attempt(bench: setup.Bench, key: str) -> list[records.Row]:

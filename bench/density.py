@@ -59,11 +59,12 @@ def _fill(row: records.Row, boxes: list[Any], count: int) -> None:
     time.sleep(2)
     for pids in sandbox_trees():
         row.subject.add(sum(processes.pss_kib(pid) or 0 for pid in pids) / _MIB)
+    if row.subject.n != count:
+        raise LookupError(f"{row.subject.n} sandboxes were found in /proc, and {count} were made")
     whole = available - _available_mib()
     row.notes += [
         f"{taken:.1f} s to make them and run one command in each",
         f"{whole:.0f} MiB less memory available, {whole / max(1, count - 1):.1f} MiB each, with kernel and engine",
-        f"{len(row.subject.samples)} found in /proc",
     ]
 
 

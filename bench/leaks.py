@@ -83,6 +83,7 @@ def _use(box: cloche.Sandbox, number: int) -> None:
 
 def count(home: str) -> dict[str, int]:
     """All that a run could leave: processes, mounts, cgroups, descriptors, files, loop devices."""
+    noise.reap()
     me = os.getpid()
     ours = noise.tree(noise.look(), me) - {me}
     launchers = [pid for pid in ours if _is_launcher(pid)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 FOREIGN_SHARE = 0.20  # of one CPU; more than that by one other process spoils a row
@@ -55,16 +56,39 @@ def foreign(before: Look, after: Look, *, me: int | None = None, least: float = 
     if elapsed < 0.1:
         return []  # a clock tick is 10 ms: too short to say
     ours = {pid for shot in (before, after) for pid in tree(shot, me or os.getpid())}
+    already = _spent(before, after)
     found = []
     for process in after.processes.values():
         if process.pid in ours or 2 in (process.pid, process.parent):
             continue
-        earlier = before.processes.get(process.pid)
-        base = earlier.cpu_s if earlier is not None and earlier.started == process.started else 0.0
-        share = (process.cpu_s - base) / elapsed
+        share = (process.cpu_s - already.get(process.pid, 0.0)) / elapsed
         if share > least:
             found.append((share, f"{process.name} (pid {process.pid}) used {share:.0%} of a CPU"))
     return [words for _, words in sorted(found, reverse=True)]
+
+
+def _spent(before: Look, after: Look) -> dict[int, float]:
+    """CPU time that each process had to its name before: its own, and that of children which it has reaped since."""
+    found: dict[int, float] = {}
+    for process in before.processes.values():
+        heir: Process | None = process
+        while heir is not None and not _lives(heir, after):
+            heir = before.processes.get(heir.parent)
+        if heir is not None:
+            found[heir.pid] = found.get(heir.pid, 0.0) + process.cpu_s
+    return found
+
+
+def _lives(process: Process, shot: Look) -> bool:
+    later = shot.processes.get(process.pid)
+    return later is not None and later.started == process.started
+
+
+def reap() -> None:
+    """Bury what became ours by being orphaned (launchers, bwrap's inner processes). Not while a child is waited for."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
 
 
 def tree(shot: Look, root: int) -> set[int]:

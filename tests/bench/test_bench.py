@@ -129,6 +129,14 @@ def test_a_reused_pid_counts_from_zero() -> None:
     assert noise.foreign(before, after, me=10) == ["new (pid 20) used 60% of a CPU"]
 
 
+def test_a_child_that_is_reaped_meanwhile_does_not_count_for_its_whole_life() -> None:
+    shell, job = noise.Process(20, 1, "bash", 0, 0.0), noise.Process(21, 20, "make", 1, 100.0)
+    before = noise.Look(0, {20: shell, 21: job})
+    after = noise.Look(10, {20: shell._replace(cpu_s=101.0)})
+    assert noise.foreign(before, after, me=10) == []
+    assert noise.foreign(before, after, me=10, least=0.05) == ["bash (pid 20) used 10% of a CPU"]
+
+
 def test_growth_is_what_is_more_than_before() -> None:
     assert leaks.grown({"mounts": 3, "files": 2}, {"mounts": 5, "files": 1}) == {"mounts": 2}
 
