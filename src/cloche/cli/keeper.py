@@ -58,7 +58,7 @@ def _leave_the_caller() -> None:
     except OSError:
         pass  # a group leader already: started by hand from a shell
     os.chdir("/")
-    os.umask(0o077)
+    os.umask(0o022)  # what is made for a sandbox must be readable in it, whatever the caller prefers
 
 
 def take_lock(home: str, *, patience_s: float = 0.0) -> int:
