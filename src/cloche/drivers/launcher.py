@@ -334,6 +334,7 @@ def main(fd: int) -> None:
     # SAFETY: what the caller left inheritable is not ours to hold. tests/security/test_descriptors.py
     _keep_only(fd)
     os.chdir("/")
+    os.umask(0o022)  # the caller's may be tighter, and what is made here is for another user to enter
     link = socket.socket(fileno=fd)
     received = wire.receive(link)
     if received is None:
