@@ -27,7 +27,7 @@ import sys
 from typing import NamedTuple
 
 from cloche import errors, model, policy
-from cloche.drivers import confining, narrow, spawned
+from cloche.drivers import confining, holding, narrow, spawned
 from cloche.guest import wire
 from cloche.images import host
 from cloche.linux import landlock, mounts, seccomp
@@ -102,13 +102,13 @@ class BubblewrapDriver(spawned.SpawnedDriver):
             uid_range=False, root="read-only", network="off", missing=tuple(self._missing),
         )  # fmt: skip
         here, there = wire.pair()
-        made = BubblewrapMachine(self, sandbox_id, here, self.make_group(), isolation)
+        made = BubblewrapMachine(self, sandbox_id, here, holding.make_group(self.groups), isolation)
         resources = spec.resources
         disk = model.Limit(
             value=resources.disk_mib, enforcement="enforced", by="tmpfs per directory, counted as memory"
         )
         try:
-            held = made.hold(resources, running=0, disk=disk)
+            held = made.hold(resources, disk, agents=self.agents)
             entry = [self._python.executable, *spawned.program(_ENTRY, f"{_OURS}/lib")]
             shm_mib = max(1, min(resources.memory_mib // 2, 1024))
             command = self._command(resources.disk_mib, shm_mib, entry)
@@ -139,7 +139,7 @@ class BubblewrapDriver(spawned.SpawnedDriver):
         return [sys.executable, *spawned.program(_STEP_DOWN, spawned.PACKAGE_ROOT), uid, *places, "--"]
 
     def _message(
-        self, spec: model.SandboxSpec, rules: policy.Policy, held: spawned.Held
+        self, spec: model.SandboxSpec, rules: policy.Policy, held: holding.Held
     ) -> dict[str, object]:
         program = seccomp.build(rules.syscalls, notify=True)
         return {

@@ -185,6 +185,7 @@ class Launcher:
         """The part that is the same for every sandbox: cgroup, namespaces, /proc, a disk of the usual size. Joining a cgroup and leaving a mount
         namespace wait for the whole kernel (RCU), several milliseconds, so this happens before anybody asks."""
         signal.set_wakeup_fd(-1)
+        syscalls.prctl(syscalls.PR_SET_NAME, b"cloche-guest")
         _join(message["cgroups"])  # type: ignore[arg-type]
         _keep_only(link.fileno(), blank.user_fd, blank.net_fd)
         syscalls.setns(blank.net_fd, syscalls.CLONE_NEWNET)
@@ -341,6 +342,7 @@ def main(fd: int) -> None:
         os._exit(0)
     config = received[0]
     try:
+        syscalls.prctl(syscalls.PR_SET_NAME, b"cloche-launcher")
         _enter_own_namespaces(bool(config["rootless"]))
         _prime()
         launcher = Launcher(link, config)

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cloche import errors, interfaces, model, policy
-from cloche.drivers import machine, spawning, watching
+from cloche.drivers import holding, spawning, watching
 from cloche.guest import wire
 from cloche.images import host
-from cloche.linux import cgroups, landlock, loops, mounts, processes
+from cloche.linux import cgroups, landlock, loops, mounts
 
 FIRST_UID = 0x7000_0000
 SLOTS = 32_768
@@ -31,7 +31,6 @@ _MOST_EMBRYOS = 24
 _REFILL_DELAY_S = 0.005
 BLOCK = 512  # uid ranges that one engine takes at a time
 _F_OFD_SETLK = 37
-_MIB = 1 << 20
 _READY_TIMEOUT_S = 20.0
 
 
@@ -181,12 +180,7 @@ class NamespacesDriver(interfaces.Driver):
         self._link.close()
 
     def sweep(self, keep: set[str]) -> list[str]:
-        """Cgroups carry their engine's pid and start time in their name; those of dead engines are removed."""
-        swept = []
-        for group in cgroups.detect().sweep("cloche-"):
-            if group.name not in keep and not _owner_lives(group.name) and group.remove():
-                swept.append(group.name)
-        return swept
+        return holding.sweep_groups(keep)
 
     # ── the launcher's messages ─────────────────────────────────────────────────────────────────
 
@@ -238,8 +232,8 @@ class NamespacesDriver(interfaces.Driver):
         try:
             await made.spawned
             made.assign(sandbox_id, self._isolation(rules), exposure)
-            rlimits, affinity = made.hold(spec.resources, disk_is_memory=not self.facts.loop_disks)
-            made.tell(self._message(spec, rules, exposure, rlimits, affinity))
+            held = made.hold(spec.resources, self._disk_limit(spec.resources.disk_mib))
+            made.tell(self._message(spec, rules, exposure, held))
             await made.ready
         except BaseException:
             await made.kill("creation failed")
@@ -252,7 +246,7 @@ class NamespacesDriver(interfaces.Driver):
 
     def _conceive(self) -> NamespacesMachine:
         self._ensure_slots()
-        group = self._make_group()
+        group = holding.make_group(self.facts.groups)
         here, there = wire.pair()
         embryo = NamespacesMachine(self, here, group)
         self._machines[embryo.key] = embryo
@@ -300,11 +294,6 @@ class NamespacesDriver(interfaces.Driver):
                     hint="run `cloche doctor`, or drop it from policy.required",
                 )
 
-    def _make_group(self) -> cgroups.Group | None:
-        if not self.facts.groups.enforceable and not self.facts.groups.kills:
-            return None
-        return self.facts.groups.create(f"cloche-{_owner()}-{os.urandom(4).hex()}")
-
     def _isolation(self, rules: policy.Policy) -> model.Isolation:
         return model.Isolation(
             level="namespaces", driver=self.name, user_namespace=True, seccomp=True,
@@ -313,13 +302,12 @@ class NamespacesDriver(interfaces.Driver):
         )  # fmt: skip
 
     def _message(
-        self, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None,
-        rlimits: dict[str, int], affinity: list[int] | None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None, held: holding.Held
+    ) -> dict[str, Any]:
         resources = spec.resources
         extra = dict(exposure.env) if exposure is not None else {}
         return {
-            "steps": mounts.plan(self._view(resources, rules, exposure)), "rlimits": rlimits, "affinity": affinity,
+            "steps": mounts.plan(self._view(resources, rules, exposure)), "rlimits": held.rlimits, "affinity": held.affinity,
             "syscalls": rules.syscalls, "landlock": _landlock_rules(rules, exposure),
             "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
             "watch_mounts": exposure is not None and bool(exposure.protect),
@@ -342,6 +330,10 @@ class NamespacesDriver(interfaces.Driver):
             private=shown.private, pinned=shown.pinned, protect=shown.protect, deny=shown.deny,
         )  # fmt: skip
 
+    def _disk_limit(self, mib: int) -> model.Limit:
+        by = "loop file system" if self.facts.loop_disks else "tmpfs, counted as memory"
+        return model.Limit(value=mib, enforcement="enforced", by=by)
+
     def _disk(self, mib: int) -> dict[str, Any]:
         """What a launcher needs to make a disk; the size asked for last is the one embryos get ahead of need."""
         self._usual_disk_mib = mib
@@ -359,26 +351,18 @@ class NamespacesDriver(interfaces.Driver):
         with suppress(OSError):
             wire.send(self._link, {"op": "mount", "id": key, "owner": list(owner), "steps": steps})
 
-    def discard(self, group: cgroups.Group) -> None:
-        """Remove a group whose processes are gone; what the kernel still counts as busy goes in the background."""
-        if not group.remove_empty():
-            asyncio.get_running_loop().run_in_executor(None, group.remove)
-
     def forget(self, gone: NamespacesMachine) -> None:
         self._machines.pop(gone.key, None)
         with suppress(ValueError):
             self._embryos.remove(gone)
 
 
-class NamespacesMachine(machine.GuestMachine):
+class NamespacesMachine(holding.HeldMachine):
     def __init__(self, driver: NamespacesDriver, sock: socket.socket, group: cgroups.Group | None) -> None:
-        super().__init__("", sock, {}, _UNBORN)
+        super().__init__("", sock, group, _UNBORN)
         self.key = os.urandom(8).hex()
         self.spawned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._driver = driver
-        self._group = group
-        self._pidfd = -1
-        self._paused = False
         self._protected: tuple[str, ...] = ()
         self._exposure: interfaces.Exposure | None = None
         self._mounts: watching.Mounts | None = None
@@ -411,32 +395,6 @@ class NamespacesMachine(machine.GuestMachine):
         private = any(path == p or path.startswith(p + "/") for p in (*mounts.PRIVATE, "/dev/shm"))
         return "root.read-only" if self.isolation.root == "read-only" and not private else None
 
-    def hold(self, resources: model.Resources, *, disk_is_memory: bool) -> tuple[dict[str, int], list[int] | None]:
-        """Apply the limits, and say for each who holds it: the kernel, a look from time to time, or nobody."""
-        enforced: frozenset[str] = frozenset()
-        if self._group is not None:
-            # One more process than asked for: the agent is not the user's.
-            enforced = self._group.set_limits(
-                memory_mib=resources.memory_mib, cpus=resources.cpus, pids=resources.pids + 1
-            )
-        rlimits, affinity = {"CORE": 1}, None  # 0 would not stop a core pattern that is a pipe; 1 does
-        memory, pids, cpus = resources.memory_mib, resources.pids, resources.cpus
-        held = model.Limit(value=memory, enforcement="enforced", by="cgroup")
-        watched = model.Limit(value=memory, enforcement="watched", by="proportional memory of the tree")
-        self.limits["memory_mib"] = held if "memory" in enforced else watched
-        if "pids" not in enforced:
-            rlimits["NPROC"] = pids + 1
-        by = "cgroup" if "pids" in enforced else "RLIMIT_NPROC"
-        self.limits["pids"] = model.Limit(value=pids, enforcement="enforced", by=by)
-        if "cpus" in enforced:
-            self.limits["cpus"] = model.Limit(value=cpus, enforcement="enforced", by="cgroup")
-        else:
-            affinity = processes.affinity_for(cpus)
-            self.limits["cpus"] = model.Limit(value=len(affinity), enforcement="enforced", by="affinity")
-        disk = "tmpfs, counted as memory" if disk_is_memory else "loop file system"
-        self.limits["disk_mib"] = model.Limit(value=resources.disk_mib, enforcement="enforced", by=disk)
-        return rlimits, affinity
-
     def tell(self, message: dict[str, Any]) -> None:
         self._link.post(message)
 
@@ -445,15 +403,14 @@ class NamespacesMachine(machine.GuestMachine):
         self.kill_now()
         if not self._driver.alive or self._pidfd < 0:
             self.died()
-        await asyncio.shield(self.ended)
+        await self._wait_gone()
 
     def kill_now(self) -> None:
         """PID 1's death is the death of its pid namespace."""
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        if self._paused and self._group is not None:
-            self._group.thaw()  # a task frozen by cgroup v1 does not die on SIGKILL
+        self.thaw()
 
     def _watch_mounts(self, fd: int) -> None:
         """When a program on the host replaces a protected file, the kernel takes the protection of that name off."""
@@ -472,32 +429,7 @@ class NamespacesMachine(machine.GuestMachine):
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-        if self._group is not None:
-            self._driver.discard(self._group)
-
-    def usage(self) -> interfaces.Usage:
-        if self._group is not None:
-            stats = self._group.stats()
-            return interfaces.Usage(
-                (stats.memory_bytes or 0) / _MIB, (stats.memory_peak_bytes or 0) / _MIB, stats.cpu_ms or 0,
-                stats.pids or 0, stats.oom_kills or 0,
-            )  # fmt: skip
-        pids = processes.descendants(self.host_pid)
-        return interfaces.Usage(processes.tree_pss_mib([self.host_pid, *pids]), 0, 0, len(pids), 0)
-
-    @property
-    def host_pid(self) -> int:
-        return processes.pid_of(self._pidfd)
-
-    async def pause(self) -> None:
-        if self._group is None or not self._group.freeze():
-            raise errors.error("not_supported_by_driver", "pausing needs a cgroup with a freezer, and this host gives none")
-        self._paused = True
-
-    async def resume(self) -> None:
-        if self._group is not None:
-            self._group.thaw()
-        self._paused = False
+        self._remove_group()
 
 
 def _landlock_rules(rules: policy.Policy, exposure: interfaces.Exposure | None) -> list[tuple[str, int]]:
@@ -508,15 +440,3 @@ def _landlock_rules(rules: policy.Policy, exposure: interfaces.Exposure | None) 
     shown += [exposure.root] if exposure is not None and exposure.overlay else []
     writable = [(path, landlock.ALL) for path in (*mounts.PRIVATE, "/dev", "/proc", *shown)]
     return [("/", landlock.READ_ONLY), *writable]
-
-
-def _owner() -> str:
-    return f"{os.getpid()}-{processes.start_time(os.getpid())}"
-
-
-def _owner_lives(group: str) -> bool:
-    parts = group.split("-")
-    try:
-        return processes.start_time(int(parts[1])) == int(parts[2])
-    except (IndexError, ValueError, OSError):
-        return False

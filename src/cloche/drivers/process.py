@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from cloche import errors, interfaces, model, policy
-from cloche.drivers import narrow, spawned, supervising
+from cloche.drivers import holding, narrow, spawned, supervising
 from cloche.guest import wire
 from cloche.images import host
 from cloche.linux import cgroups, landlock, seccomp
@@ -73,7 +73,7 @@ class ProcessDriver(spawned.SpawnedDriver):
         try:
             here, there = wire.pair()
             control, their_control = wire.pair()
-            made = ProcessMachine(self, sandbox_id, here, self.make_group(), self._isolation(), room, control)
+            made = ProcessMachine(self, sandbox_id, here, holding.make_group(self.groups), self._isolation(), room, control)
         except BaseException:
             os.close(lock)
             supervising.remove(room)
@@ -82,7 +82,7 @@ class ProcessDriver(spawned.SpawnedDriver):
             value=spec.resources.disk_mib, enforcement="none", by="RLIMIT_FSIZE bounds each file only"
         )
         try:
-            held = made.hold(spec.resources, running=_tasks_of_user(), disk=disk)
+            held = made.hold(spec.resources, disk, agents=self.agents, running=_tasks_of_user())
             held.rlimits["FSIZE"] = spec.resources.disk_mib * _MIB
             argv = [sys.executable, *spawned.program(_ENTRY, spawned.PACKAGE_ROOT)]
             made.launch(argv, [there.fileno(), their_control.fileno(), lock])
@@ -118,7 +118,7 @@ class ProcessDriver(spawned.SpawnedDriver):
         )  # fmt: skip
 
     def _message(
-        self, made: ProcessMachine, spec: model.SandboxSpec, rules: policy.Policy, held: spawned.Held
+        self, made: ProcessMachine, spec: model.SandboxSpec, rules: policy.Policy, held: holding.Held
     ) -> dict[str, Any]:
         extra = (*narrow.PROCESS, *(narrow.PINNED if held.affinity else ()))
         program = narrow.before(seccomp.build(rules.syscalls, notify=True), extra)

@@ -11,31 +11,22 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import secrets
 import signal
 import socket
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from cloche import errors, interfaces, model, policy
-from cloche.drivers import link, machine
+from cloche.drivers import holding, link
 from cloche.guest import wire
-from cloche.linux import cgroups, landlock, processes
+from cloche.linux import cgroups, landlock
 
-_MIB = 1 << 20
 _READY_TIMEOUT_S = 20.0
 _PROBE_TIMEOUT_S = 20.0
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-
-class Held(NamedTuple):
-    """What the sandbox's first process does about its limits itself."""
-
-    rlimits: dict[str, int]
-    affinity: list[int] | None
 
 
 # ── starting a process ─────────────────────────────────────────────────────────────────────────────
@@ -179,11 +170,6 @@ class SpawnedDriver(interfaces.Driver):
                     hint="run `cloche doctor`, or drop it from policy.required",
                 )
 
-    def make_group(self) -> cgroups.Group | None:
-        if not self.groups.enforceable and not self.groups.kills:
-            return None
-        return self.groups.create(f"cloche-{owner()}-{secrets.token_hex(4)}")
-
     async def close(self) -> None:
         if self._closed:
             return
@@ -191,9 +177,7 @@ class SpawnedDriver(interfaces.Driver):
         await asyncio.gather(*(each.kill("the engine closed") for each in list(self.machines.values())))
 
     def sweep(self, keep: set[str]) -> list[str]:
-        """Cgroups carry their engine's pid and start time in their name; those of dead engines are removed."""
-        found = cgroups.detect().sweep("cloche-", keep)
-        return [group.name for group in found if not _owner_lives(group.name) and group.remove()]
+        return holding.sweep_groups(keep)
 
 
 def _explained(problem: errors.SandboxError, said: str) -> errors.ClocheError:
@@ -204,31 +188,17 @@ def _explained(problem: errors.SandboxError, said: str) -> errors.ClocheError:
     )
 
 
-def owner() -> str:
-    return f"{os.getpid()}-{processes.start_time(os.getpid())}"
-
-
-def _owner_lives(group: str) -> bool:
-    parts = group.split("-")
-    try:
-        return processes.start_time(int(parts[1])) == int(parts[2])
-    except (IndexError, ValueError):
-        return False
-
-
 # ── a machine ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class SpawnedMachine(machine.GuestMachine):
+class SpawnedMachine(holding.HeldMachine):
     def __init__(
         self, driver: SpawnedDriver, sandbox_id: str, sock: socket.socket, group: cgroups.Group | None, isolation: model.Isolation
     ) -> None:  # fmt: skip
-        super().__init__(sandbox_id, sock, {}, isolation)
+        super().__init__(sandbox_id, sock, group, isolation)
         self._driver = driver
-        self._group = group
-        self._pid = self._pidfd = self._agent = -1
+        self._pid = self._agent = -1
         self._said = os.memfd_create("said", os.MFD_CLOEXEC)
-        self._paused = False
         self.said = ""
         driver.machines[sandbox_id] = self
 
@@ -251,42 +221,6 @@ class SpawnedMachine(machine.GuestMachine):
             os.waitpid(self._pid, 0)
         self.died()
 
-    # ── limits ──────────────────────────────────────────────────────────────────────────────────
-
-    def hold(self, resources: model.Resources, *, running: int | None, disk: model.Limit) -> Held:
-        """Apply the limits, and say for each who holds it: the kernel, a look from time to time, or nobody.
-
-        `running` is how many processes the kernel already counts against RLIMIT_NPROC; None where it binds nobody.
-        """
-        enforced: frozenset[str] = frozenset()
-        if self._group is not None:
-            enforced = self._group.set_limits(
-                memory_mib=resources.memory_mib,
-                cpus=resources.cpus,
-                pids=resources.pids + self._driver.agents,
-            )
-        rlimits: dict[str, int] = {"CORE": 1}  # 0 would not stop a core pattern that is a pipe; 1 does
-        affinity = None
-        watched = model.Limit(
-            value=resources.memory_mib, enforcement="watched", by="proportional memory of the tree"
-        )
-        held = model.Limit(value=resources.memory_mib, enforcement="enforced", by="cgroup")
-        self.limits["memory_mib"] = held if "memory" in enforced else watched
-        self.limits["pids"] = model.Limit(value=resources.pids, enforcement="enforced", by="cgroup")
-        if "pids" not in enforced and running is None:
-            self.limits["pids"] = model.Limit(
-                value=resources.pids, enforcement="none", by="RLIMIT_NPROC does not bind root"
-            )
-        elif "pids" not in enforced and running is not None:
-            rlimits["NPROC"] = running + resources.pids + 1
-            self.limits["pids"] = model.Limit(value=resources.pids, enforcement="enforced", by="RLIMIT_NPROC")
-        self.limits["cpus"] = model.Limit(value=resources.cpus, enforcement="enforced", by="cgroup")
-        if "cpus" not in enforced:
-            affinity = processes.affinity_for(resources.cpus)
-            self.limits["cpus"] = model.Limit(value=len(affinity), enforcement="enforced", by="affinity")
-        self.limits["disk_mib"] = disk
-        return Held(rlimits, affinity)
-
     # ── life ────────────────────────────────────────────────────────────────────────────────────
 
     async def kill(self, reason: str) -> None:
@@ -294,12 +228,7 @@ class SpawnedMachine(machine.GuestMachine):
         self.kill_now()
         if self._pidfd < 0:
             self.died()
-        await asyncio.shield(self.ended)
-
-    def thaw(self) -> None:
-        if self._paused and self._group is not None:
-            self._group.thaw()  # a task frozen by cgroup v1 does not die on SIGKILL
-        self._paused = False
+        await self._wait_gone()
 
     def _release(self) -> None:
         self._driver.machines.pop(self.id, None)
@@ -308,34 +237,7 @@ class SpawnedMachine(machine.GuestMachine):
             if fd >= 0:
                 os.close(fd)
         self._pidfd = self._agent = self._said = -1
-        if self._group is not None and not self._group.remove_empty():
-            # Busy for the kernel a moment longer than the processes are there.
-            self._loop.run_in_executor(None, self._group.remove)
-
-    def usage(self) -> interfaces.Usage:
-        if self._group is not None:
-            stats = self._group.stats()
-            return interfaces.Usage(
-                (stats.memory_bytes or 0) / _MIB, (stats.memory_peak_bytes or 0) / _MIB, stats.cpu_ms or 0,
-                stats.pids or 0, stats.oom_kills or 0,
-            )  # fmt: skip
-        pids = processes.descendants(self.host_pid)
-        return interfaces.Usage(processes.tree_pss_mib([self.host_pid, *pids]), 0, 0, len(pids), 0)
-
-    @property
-    def host_pid(self) -> int:
-        """The first process, as the host counts; -1 once it has ended."""
-        return processes.pid_of(self._pidfd) if self._pidfd >= 0 else -1
-
-    async def pause(self) -> None:
-        if self._group is None or not self._group.freeze():
-            raise errors.error(
-                "not_supported_by_driver", "pausing needs a cgroup with a freezer, and this host gives none"
-            )
-        self._paused = True
-
-    async def resume(self) -> None:
-        self.thaw()
+        self._remove_group()
 
 
 def signal_quietly(pidfd: int, number: int) -> None:

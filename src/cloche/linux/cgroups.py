@@ -561,6 +561,8 @@ class Group:
 
     def remove(self, timeout_s: float = 2.0) -> bool:
         """Kill what is in it, remove it with the groups beneath; False when some is left after the time."""
+        if self._try_remove():
+            return True
         self.thaw()
         self.kill()
         deadline = time.monotonic() + timeout_s
@@ -573,10 +575,6 @@ class Group:
             pause = min(pause * 2, 0.02)
             self.kill()
         return True
-
-    def remove_empty(self) -> bool:
-        """Remove it if nothing is in it any more, at once; False when something is."""
-        return self._try_remove()
 
     def _try_remove(self) -> bool:
         left = [path for path in _distinct(self._directories) if not _try_remove(self._files, path)]

@@ -1,0 +1,130 @@
+"""What holds a machine: a cgroup where the host gives one, rlimits and affinity where not, and a name to sweep by.
+
+Shared by every driver that runs our guest on this host's kernel. A group's name carries the pid and start time of its
+engine, so that whoever finds one knows whether its owner lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+from typing import NamedTuple
+
+from cloche import errors, interfaces, model
+from cloche.drivers import machine
+from cloche.linux import cgroups, processes
+
+_MIB = 1 << 20
+
+
+class Held(NamedTuple):
+    """What the sandbox's first process does about its limits itself."""
+
+    rlimits: dict[str, int]
+    affinity: list[int] | None
+
+
+class HeldMachine(machine.GuestMachine):
+    """A machine in a cgroup of its own, where there is one. The driver says how it is killed."""
+
+    def __init__(
+        self, sandbox_id: str, sock: socket.socket, group: cgroups.Group | None, isolation: model.Isolation
+    ) -> None:
+        super().__init__(sandbox_id, sock, {}, isolation)
+        self._group = group
+        self._pidfd = -1
+        self._paused = False
+        self._removed: asyncio.Future[bool] | None = None
+
+    def hold(self, resources: model.Resources, disk: model.Limit, *, agents: int = 1, running: int | None = 0) -> Held:
+        """Apply the limits, and say for each who holds it: the kernel, a look from time to time, or nobody.
+
+        `agents` are processes of ours that count but are not the user's. `running` is how many processes the kernel
+        already counts against RLIMIT_NPROC; None where it binds nobody.
+        """
+        enforced: frozenset[str] = frozenset()
+        if self._group is not None:
+            pids = resources.pids + agents
+            enforced = self._group.set_limits(memory_mib=resources.memory_mib, cpus=resources.cpus, pids=pids)
+        rlimits: dict[str, int] = {"CORE": 1}  # 0 would not stop a core pattern that is a pipe; 1 does
+        affinity = None
+        for name, value in (("memory_mib", resources.memory_mib), ("pids", resources.pids), ("cpus", resources.cpus)):
+            self.limits[name] = model.Limit(value=value, enforcement="enforced", by="cgroup")
+        if "memory" not in enforced:
+            by = "proportional memory of the tree"
+            self.limits["memory_mib"] = model.Limit(value=resources.memory_mib, enforcement="watched", by=by)
+        if "pids" not in enforced and running is None:
+            by = "RLIMIT_NPROC does not bind root"
+            self.limits["pids"] = model.Limit(value=resources.pids, enforcement="none", by=by)
+        elif "pids" not in enforced and running is not None:
+            rlimits["NPROC"] = running + resources.pids + 1
+            self.limits["pids"] = model.Limit(value=resources.pids, enforcement="enforced", by="RLIMIT_NPROC")
+        if "cpus" not in enforced:
+            affinity = processes.affinity_for(resources.cpus)
+            self.limits["cpus"] = model.Limit(value=len(affinity), enforcement="enforced", by="affinity")
+        self.limits["disk_mib"] = disk
+        return Held(rlimits, affinity)
+
+    @property
+    def host_pid(self) -> int:
+        """The first process, as the host counts; -1 once it has ended."""
+        return processes.pid_of(self._pidfd) if self._pidfd >= 0 else -1
+
+    def usage(self) -> interfaces.Usage:
+        if self._group is not None:
+            stats = self._group.stats()
+            return interfaces.Usage(
+                (stats.memory_bytes or 0) / _MIB, (stats.memory_peak_bytes or 0) / _MIB, stats.cpu_ms or 0,
+                stats.pids or 0, stats.oom_kills or 0,
+            )  # fmt: skip
+        pids = processes.descendants(self.host_pid)
+        return interfaces.Usage(processes.tree_pss_mib([self.host_pid, *pids]), 0, 0, len(pids), 0)
+
+    async def pause(self) -> None:
+        if self._group is None or not self._group.freeze():
+            raise errors.error(
+                "not_supported_by_driver", "pausing needs a cgroup with a freezer, and this host gives none"
+            )
+        self._paused = True
+
+    async def resume(self) -> None:
+        self.thaw()
+
+    def thaw(self) -> None:
+        """Also before any kill: a task frozen by cgroup v1 does not die on SIGKILL."""
+        if self._paused and self._group is not None:
+            self._group.thaw()
+        self._paused = False
+
+    def _remove_group(self) -> None:
+        """Beside the event loop: the kernel takes two milliseconds over it."""
+        if self._group is not None:
+            self._removed = self._loop.run_in_executor(None, self._group.remove)
+
+    async def _wait_gone(self) -> None:
+        """Wait until nothing is left, the group included."""
+        await asyncio.shield(self.ended)
+        if self._removed is not None:
+            await asyncio.shield(self._removed)
+
+
+def make_group(groups: cgroups.Hierarchy) -> cgroups.Group | None:
+    if not groups.enforceable and not groups.kills:
+        return None
+    owner = f"{os.getpid()}-{processes.start_time(os.getpid())}"
+    return groups.create(f"cloche-{owner}-{os.urandom(4).hex()}")
+
+
+def sweep_groups(keep: set[str]) -> list[str]:
+    """Remove the groups of dead engines; their names."""
+    found = cgroups.detect().sweep("cloche-", keep)
+    return [group.name for group in found if not _owner_lives(group.name) and group.remove()]
+
+
+def _owner_lives(group: str) -> bool:
+    parts = group.split("-")
+    with suppress(IndexError, ValueError):
+        return processes.start_time(int(parts[1])) == int(parts[2])
+    return False
