@@ -1,0 +1,106 @@
+"""What engine and proxy say to each other, over one SOCK_SEQPACKET socket in the frames of `guest.wire`.
+
+    → {"op":"configure","id":1,"options":{…}}                                once, first
+    → {"op":"attach","id":2,"sandbox":"k3","sockets":["proxy","dns"],"rules":{…}}  + that many descriptors, in this order
+    → {"op":"rules","id":3,"sandbox":"k3","rules":{…}}                       live: connections that are now refused end
+    → {"op":"detach","id":4,"sandbox":"k3"}                                  its listeners and connections are closed
+    ← {"done":2}                                                             or {"failed":2,"error":"…"}
+    ← {"decision":{…Record…}}                                                when decided, and again when it ended
+
+The proxy trusts its engine. The engine reads what a proxy says as an attacker's words, because a proxy reads an attacker's
+bytes: a schema, bounded frames, no descriptors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cloche import model
+from cloche.egress import rules
+
+Stage = Literal["decided", "closed"]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much one sandbox may take. Times are in seconds."""
+
+    connections: int = 1024
+    """At once; a further one is closed on arrival."""
+    header_s: float = 10
+    """From the first byte of a head, greeting or hello to its last: what trickles longer is cut."""
+    connect_s: float = 10
+    """To find and reach a server, all its addresses together."""
+    idle_s: float = 900
+    """Without a byte in either direction. Long, because waiting for a model's answer is ordinary."""
+    lookups: int = 8
+    """Name lookups at once: each holds a thread, and threads are shared by all sandboxes."""
+    records_per_s: int = 100
+    """Records beyond this are counted (`Record.dropped`) and not sent."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a proxy process runs. `parent` is `http://[user:password@]host:port`, a proxy that everything goes through."""
+
+    limits: Limits = Limits()
+    parent: str = ""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One decision, or the end of the connection it allowed."""
+
+    sandbox: str
+    verdict: rules.Verdict
+    host: str
+    port: int
+    protocol: str
+    """http, tls, tcp, dns; or how it came, as long as nothing more is known: connect, socks, transparent."""
+    reason: str
+    """`allowed`, or a stable word: not_allowed, denied, ask, metadata, private_address, sni_mismatch, …; for connections that
+    were allowed and failed: upstream_refused, upstream_timeout, upstream_reset, upstream_dns, …"""
+    stage: Stage = "decided"
+    rule: str = ""
+    source: str = ""
+    hint: str = ""
+    method: str = ""
+    address: str = ""
+    bytes_up: int = 0
+    bytes_down: int = 0
+    duration_ms: float = 0
+    dropped: int = 0
+    """How many records of this sandbox were not sent before this one."""
+
+    def denial(self) -> model.Denial | None:
+        """What an execution's result and the journal say; None for what was let through."""
+        if self.verdict == "allow":
+            return None
+        target = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return model.Denial(
+            kind="network",
+            operation=self.protocol,
+            target=target if self.port else self.host,
+            rule=self.rule or self.reason,
+            hint=self.hint,
+            evidence="proxy",
+        )
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Engine to proxy."""
+
+    op: Literal["configure", "attach", "rules", "detach"]
+    id: int
+    sandbox: str = ""
+    sockets: tuple[Literal["proxy", "transparent", "dns"], ...] = ()
+    rules: Any = None
+    options: Options | None = None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Proxy to engine: exactly one field is set."""
+
+    done: int | None = None
+    failed: int | None = None
+    error: str = ""
+    decision: Record | None = None
