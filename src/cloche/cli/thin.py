@@ -486,7 +486,7 @@ def hold_standard_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # nor to a socket of what we start
 
 
 def leave(code: int, act: "Callable[[int], Any]" = os._exit) -> None:
