@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from cloche import errors, interfaces
+from cloche.sdk import workers
 
 T = TypeVar("T")
 _END: Any = object()
@@ -35,6 +36,7 @@ class Portal:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(workers.Workers())
         self.backends: dict[str, asyncio.Task[interfaces.Backend]] = {}
         """By address; only the loop's own thread touches it."""
         self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []

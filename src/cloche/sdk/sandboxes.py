@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
@@ -472,16 +473,8 @@ class AsyncSandbox(Handle):
             user=user,
             merge=merge,
         )
-        info = await self._do(self._backend.start(self._id, request))
-        process = AsyncProcess(self._backend, self._home, self._id, info)
-        ended = False
-        try:
-            async for event in process.stream():
-                ended = isinstance(event, model.Exited)
-                yield event
-        finally:
-            if not ended:
-                await _abandon(process)
+        async for event in self._each(_run_to_end(self._backend, self._id, request)):
+            yield event
 
     async def start(
         self,
@@ -594,11 +587,21 @@ async def _list(server: str | None, home: portal.Portal) -> list[model.SandboxIn
     return await (await connecting.connect(server, home)).list()
 
 
-async def _abandon(process: AsyncProcess) -> None:
+async def _run_to_end(
+    backend: interfaces.Backend, sandbox: str, request: model.ExecRequest
+) -> AsyncIterator[model.StreamEvent]:
+    """Start, follow, and end it if the follower leaves. All in one place, so that whoever is cancelled in between does
+    not leave a command behind that nobody knows of."""
+    info = await backend.start(sandbox, request)
+    ended = False
     try:
-        await process.kill()
-    except errors.ClocheError:
-        return  # the sandbox went with it
+        async for event in backend.attach(sandbox, info.id):
+            ended = isinstance(event, model.Exited)
+            yield event
+    finally:
+        if not ended:
+            with suppress(errors.ClocheError):  # the sandbox went, and the command with it
+                await backend.signal(sandbox, info.id, 9, True)
 
 
 def _command_failed(command: str | list[str], result: model.ExecResult) -> errors.CommandFailed:
