@@ -23,6 +23,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` costs the thin client more than this module
     from collections.abc import Iterable
 
+    from cloche import model
+
 
 class Face:
     """What one code becomes on each wire."""
@@ -223,7 +225,7 @@ class CommandFailed(ClocheError):
     """A command did not exit with 0 and the caller asked for `check=True`; `.result` holds everything."""
 
     default_code = "command_failed"
-    result: object = None
+    result: "model.ExecResult" = None  # type: ignore[assignment]  # whoever raises it sets it
 
 
 class InternalError(ClocheError):

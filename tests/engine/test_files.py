@@ -400,7 +400,7 @@ class Watcher:
     """A watch in a thread: it has begun when it sees the first of the marks that are made until then."""
 
     def __init__(self, box, until, **options):
-        self.seen = []
+        self.seen: list[tuple[str, str]] = []
         self._events = box.files.watch(**options)
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()

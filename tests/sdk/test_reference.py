@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_every_field_of_a_result_is_mentioned():
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_runs(number):
-    names = {"cloche": cloche}
+    names: dict[str, Any] = {"cloche": cloche}
     exec(compile(EXAMPLES[number], f"python.md, example {number}", "exec"), names)
     for name, value in list(names.items()):
         if name.startswith("test_"):

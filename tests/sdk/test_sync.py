@@ -24,6 +24,7 @@ PAIRS = [
 def generator():
     loader = SourceFileLoader("generate_sync", str(SCRIPT))
     spec = importlib.util.spec_from_loader("generate_sync", loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
     try:
