@@ -101,10 +101,10 @@ def _check_label(label: str) -> None:
         raise BadHost("a label is longer than 63 characters or has a hyphen at its end")
     if label.startswith("xn--"):
         try:
-            plain = label[4:].encode().decode("punycode").isascii()
+            meant = label[4:].encode().decode("punycode")
         except (UnicodeError, ValueError):
-            plain = True
-        if plain:
+            meant = ""
+        if meant.isascii() or any("\x7f" <= mark < "\xa0" for mark in meant):
             raise BadHost(f"{label!r} stands for no international name")
 
 

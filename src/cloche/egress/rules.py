@@ -361,8 +361,8 @@ def _open(candidates: Iterator[Rule], request: Request) -> Decision:
 
 def _meets(rule: Rule, request: Request) -> bool | None:
     """Whether a rule of the right host concerns this request; None if that cannot be seen."""
-    if rule.port is not None and rule.port != request.port and request.port != 0:
-        return False
+    if rule.port is not None and rule.port != request.port:
+        return False if request.port else None  # 0: the question is about any port
     if not rule.is_conditional:
         return True
     if request.method is None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from cloche.egress import names
 
 MAX_HELLO = 64 * 1024
-_HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME = 22, 1, 0
+_CLIENT_HELLO, _SERVER_NAME = b"\x01", 0
 
 ACCESS_DENIED = b"\x15\x03\x03\x00\x02\x02\x31"
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
@@ -91,7 +91,7 @@ def _handshake(data: bytes | bytearray) -> bytes | None:
         if not 0 < length <= 16384 + 256:
             raise BadHello("a record is empty or too long")
         joined += data[place + 5 : place + 5 + length]
-        if joined[0] != _CLIENT_HELLO:
+        if joined[:1] not in (b"", _CLIENT_HELLO):
             raise BadHello("the handshake does not begin with a ClientHello")
         if len(joined) >= 4:
             wanted = 4 + int.from_bytes(joined[1:4], "big")
