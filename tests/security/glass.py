@@ -214,10 +214,9 @@ class CanaryProcess:
 
     def __init__(self) -> None:
         self.token = "canary-" + secrets.token_hex(12)
-        program = f"import sys; sys.stdin.read()  # {self.token}"
-        environment = {"CANARY": self.token, "PATH": os.environ.get("PATH", "/usr/bin")}
+        environment = {"CANARY": self.token}
         self.process = subprocess.Popen(
-            ["/usr/bin/python3", "-I", "-S", "-c", program], stdin=subprocess.PIPE, env=environment
+            [self.token], executable="/bin/cat", stdin=subprocess.PIPE, env=environment
         )
         self.pid = self.process.pid
 

@@ -1,9 +1,12 @@
 """No descriptor of the caller, of the engine or of another sandbox is open in a command."""
 
+import json
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +26,13 @@ STARTS = ("exec", "merge", "stdin", "long-line", "pty", "root", "env")
 
 def _descriptors(box: glass.Box, how: str) -> dict[str, str]:
     command = ["python3", "-I", "-c", glass.PRELUDE + _LOOK]
-    options: dict[str, object] = {
-        "merge": {"merge": True}, "stdin": {"stdin": b"x" * 100_000}, "root": {"user": "root"}, "env": {"env": {"A": "1"}},
-    }.get(how, {})  # fmt: skip
+    variants: dict[str, dict[str, Any]] = {
+        "merge": {"merge": True},
+        "stdin": {"stdin": b"x" * 100_000},
+        "root": {"user": "root"},
+        "env": {"env": {"A": "1"}},
+    }
+    options = variants.get(how, {})
     if how == "pty":
         said = glass.wait(glass.wait(box.handle.start(command, pty=True)).wait()).stdout
     elif how == "long-line":
@@ -33,8 +40,6 @@ def _descriptors(box: glass.Box, how: str) -> dict[str, str]:
         said = box.out("python3 -I /tmp/look.py #" + "x" * 150_000)
     else:
         said = box.out(command, **options)
-    import json
-
     return json.loads(said)
 
 
@@ -127,8 +132,6 @@ portal.get().close()
 
 def test_the_launcher_holds_nothing_of_the_caller(tmp_path: Path, canary: glass.Canary) -> None:
     """Neither inheritable descriptors, nor its working directory, nor its environment."""
-    import subprocess
-
     ran = subprocess.run(
         [sys.executable, "-c", _SPAWN, str(tmp_path / "state"), canary.path], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, close_fds=False,

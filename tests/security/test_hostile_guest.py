@@ -5,6 +5,7 @@ The guest here is the test itself, at the far end of the socket that a machine r
 
 import array
 import asyncio
+import io
 import json
 import os
 import socket
@@ -15,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from cloche import errors, interfaces, model
+from cloche import errors, interfaces, model, settings
 from cloche.drivers import link, machine
-from cloche.engine import files
+from cloche.engine import execution, files
 from cloche.guest import wire
 from tests.security import glass
 
@@ -87,6 +88,10 @@ async def hostile() -> AsyncIterator[tuple[FakeMachine, Guest]]:
         there.close()
 
 
+def a_file(path: "str | Path" = __file__) -> io.BufferedReader:
+    return open(path, "rb")
+
+
 async def _turns(count: int = 20) -> None:
     """Let the loop read what is there."""
     for _ in range(count):
@@ -135,10 +140,10 @@ GARBAGE = {
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_ends_at_most_its_own_sandbox(garbage: str) -> None:
     async def scenario() -> None:
-        async with hostile() as (made, guest), hostile() as (other, good):
+        async with hostile() as (_, guest), hostile() as (other, good):
             guest.send({"ready": True})
             before = glass.open_descriptors()
-            with open(__file__, "rb") as file:
+            with a_file() as file:
                 for _ in range(40):
                     guest.send(GARBAGE[garbage], [file.fileno()] * 8)
                     await _turns(3)
@@ -197,7 +202,7 @@ def test_a_flood_of_descriptors_is_closed(act: str, answer: str) -> None:
     async def scenario() -> None:
         async with hostile() as (made, guest):
             before = glass.open_descriptors()
-            with open(__file__, "rb") as file:
+            with a_file() as file:
                 for turn in range(30):
                     asked = asyncio.ensure_future(_calls(made)[act]())
                     request = await guest.next_request()
@@ -220,7 +225,7 @@ def test_more_descriptors_than_a_frame_may_carry_end_the_sandbox() -> None:
     async def scenario() -> None:
         async with hostile() as (made, guest):
             before = glass.open_descriptors()
-            with open(__file__, "rb") as file:
+            with a_file() as file:
                 guest.send({"n": 1}, [file.fileno()] * 200)
             await asyncio.wait_for(asyncio.shield(made.ended), 30)
             assert glass.open_descriptors() <= before
@@ -232,7 +237,7 @@ def test_an_answer_that_comes_too_late_keeps_nothing() -> None:
     async def scenario() -> None:
         async with hostile() as (made, guest):
             before = glass.open_descriptors()
-            with open(__file__, "rb") as file:
+            with a_file() as file:
                 for _ in range(20):
                     asked = asyncio.ensure_future(made.open_file("/x", os.O_RDONLY))
                     request = await guest.next_request()
@@ -286,7 +291,7 @@ def test_a_regular_file_is_read(tmp_path: Path) -> None:
             (tmp_path / "plain").write_text("plain")
             reading = asyncio.ensure_future(files.read(made, "/x"))
             request = await guest.next_request()
-            with open(tmp_path / "plain", "rb") as file:
+            with a_file(tmp_path / "plain") as file:
                 guest.send({"n": request["n"]}, [file.fileno()])
             assert await reading == b"plain"
 
@@ -423,7 +428,7 @@ def test_a_flood_of_file_events_is_bounded() -> None:
                 await _turns(2)
             assert (await first).type == "create"
             assert glass.resident_mib() - before < 200
-            ending = asyncio.ensure_future(stream.aclose())
+            ending = asyncio.ensure_future(stream.aclose())  # type: ignore[attr-defined]
             request = await guest.next_request()
             guest.send({"n": request["n"]})
             await ending
@@ -450,13 +455,39 @@ def test_an_answer_that_never_comes_holds_nobody_else(act: str) -> None:
     _run(scenario())
 
 
+@pytest.mark.parametrize("silent", ["at-once", "when-killing"])
+def test_a_time_limit_holds_without_the_guest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, silent: str
+) -> None:
+    """A guest that never starts the command, or never ends it, is ended itself."""
+    monkeypatch.setattr(execution, "_DEAF_S", 0.0)
+
+    async def scenario() -> None:
+        async with hostile() as (made, guest):
+            request = model.ExecRequest(command=["true"], timeout_s=0.01)
+            running = execution.Execution("x", request, made, settings.Limits(), str(tmp_path), lambda: None)
+            starting = asyncio.ensure_future(running.start())
+            if silent == "when-killing":
+                asked = await guest.next_request()
+                guest.send({"n": asked["n"], "pid": 7})
+                await starting
+                with pytest.raises(errors.SandboxLost):
+                    await asyncio.wait_for(running.result, 30)
+            else:
+                with pytest.raises(errors.SandboxLost):
+                    await asyncio.wait_for(starting, 30)
+            assert made.ended.done()
+
+    _run(scenario())
+
+
 def test_a_guest_that_does_not_read_is_not_waited_for() -> None:
     """Requests queue up to a bound, with their descriptors, and are let go of with the sandbox."""
 
     async def scenario() -> None:
         before = glass.open_descriptors()
         async with hostile() as (silent, _):
-            with open(__file__, "rb") as file:
+            with a_file() as file:
                 start = interfaces.Start(["true"], {"A": "x" * 30_000}, None, "user", [file.fileno()])
                 waiting = [asyncio.ensure_future(silent.start(start)) for _ in range(300)]
                 await _turns(5)

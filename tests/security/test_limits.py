@@ -170,7 +170,7 @@ def test_the_files_api_says_that_the_disk_is_full() -> None:
 
 # --- output -------------------------------------------------------------------------------------------------
 
-FLOODS = {
+FLOODS: "dict[str, str | list[str]]" = {
     "stdout": ["head", "-c", "600M", "/dev/zero"],
     "stderr": "head -c 300M /dev/zero >&2",
     "both": "head -c 200M /dev/zero & head -c 200M /dev/zero >&2; wait",

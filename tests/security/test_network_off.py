@@ -1,10 +1,12 @@
 """With the network off nothing leaves: not to the host's loopback, not by any protocol, and inside it still works."""
 
+import json
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from tests.security import glass
 class Listener:
     """Something on the host that would notice a visitor."""
 
-    def __init__(self, family: int, kind: int, address: object) -> None:
+    def __init__(self, family: int, kind: int, address: Any) -> None:
         self.visits: list[bytes] = []
         self.sock = socket.socket(family, kind)
         self.sock.bind(address)
@@ -279,8 +281,6 @@ say(client.recv(100).decode())
 def test_a_server_and_its_client_inside_meet(
     boxes: dict[str, glass.Box], profile: str, where: list[object]
 ) -> None:
-    import json
-
     if where[0] == socket.AF_INET6 and not os.path.exists("/proc/net/if_inet6"):
         pytest.skip("this kernel has no IPv6")
     assert (
