@@ -1,6 +1,6 @@
 """`cp SOURCE TARGET`: files and trees between the host and a sandbox, `ID:PATH` being the sandbox's side.
 
-As cp does: into a directory that is there, else under the name given. Trees travel as tar. What comes *out* of a sandbox
+As cp does: into a directory that is there, else under the name given; `tree/.` is what is in the tree. Trees travel as tar. What comes *out* of a sandbox
 is an attacker's: nothing is written through a symlink, none that leads out of the copied tree is made, no device, no
 set-uid bit. So directories and files are made first, by parts that were looked at, and links last.
 """
@@ -64,7 +64,7 @@ def put(server: client.Client, source: str, target: Place, user: str) -> int:
     inside = {"sandbox": target.sandbox, "user": user}
     path = target.path
     name = os.path.basename(os.path.abspath(source))
-    if _is_directory(server, path, inside):
+    if _is_directory(server, path, inside) and not _is_content(source):
         path = posixpath.join(path, name)
     if stat.S_ISDIR(info.st_mode):
         archive = b2a_base64(pack(source), newline=False).decode()
@@ -76,6 +76,10 @@ def put(server: client.Client, source: str, target: Place, user: str) -> int:
         data = b2a_base64(file.read(), newline=False).decode()
     server.call("write_file", path=path, data=data, mode=stat.S_IMODE(info.st_mode) & 0o777, **inside)
     return 1
+
+
+def _is_content(path: str) -> bool:
+    return posixpath.basename(path.rstrip("/")) in (".", "..", "")
 
 
 def _is_directory(server: client.Client, path: str, inside: dict[str, Any]) -> bool:
@@ -115,7 +119,7 @@ def get(server: client.Client, source: Place, target: str, user: str) -> int:
     inside = {"sandbox": source.sandbox, "user": user}
     info = server.call("stat_file", path=source.path, **inside)
     name = posixpath.basename(posixpath.normpath(info["path"])) or "root"
-    if os.path.isdir(target) and name not in (".", ".."):
+    if os.path.isdir(target) and not _is_content(source.path):
         target = os.path.join(target, name)
     if info["type"] == "directory":
         archive = a2b_base64(server.call("download_tree", path=source.path, **inside))

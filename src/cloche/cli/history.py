@@ -8,7 +8,7 @@ from typing import Any
 from cloche import errors
 from cloche.cli import client, output, talk, thin
 
-_COMMON = ("seq", "type", "time", "sandbox")
+_COMMON = ("seq", "kind", "time", "sandbox")
 
 
 def flags(parser: argparse.ArgumentParser, verb: str) -> None:
@@ -111,14 +111,10 @@ def _print_event(event: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(event), flush=True)
         return
-    data = event.get("data")
-    rest = data if isinstance(data, dict) else {k: v for k, v in event.items() if k not in _COMMON}
-    words = " ".join(f"{k}={_short(v)}" for k, v in rest.items() if v not in (None, "", [], {}) and k not in _COMMON)
-    kind = event.get("type") or event.get("kind")
-    print(
-        talk.clean(f"{event['seq']:>6}  {output.clock(event['time'])}  {kind:<10} {event.get('sandbox') or '-'}  {words}"),
-        flush=True,
-    )
+    facts = {**event.get("data", {}), **{k: v for k, v in event.items() if k not in (*_COMMON, "data")}}
+    words = " ".join(f"{k}={_short(v)}" for k, v in facts.items() if v not in (None, False, "", [], {}) and k not in _COMMON)
+    head = f"{event['seq']:>6}  {output.clock(event['time'])}  {event['kind']:<10} {event['sandbox'] or '-'}"
+    print(talk.clean(f"{head}  {words}"), flush=True)
 
 
 def _short(value: Any) -> str:

@@ -80,7 +80,9 @@ def main(arguments: list[str]) -> int:
     """Run a verb; every failure is a sentence and an exit code."""
     as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except errors.ClocheError as problem:
         return results.tell(problem, as_json=as_json)
     except KeyboardInterrupt:

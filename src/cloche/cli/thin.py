@@ -326,7 +326,7 @@ class Session:
             import tty
 
             self._saved = termios.tcgetattr(0)
-            tty.setraw(0)
+            tty.setraw(0, termios.TCSADRAIN)  # what was typed ahead is not thrown away
         self._reading = True
         self._watch_input()
 
