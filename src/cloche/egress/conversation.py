@@ -71,6 +71,7 @@ class Conversation:
         self._address = ""
         self._started = self._loop.time()
         self._task: asyncio.Task[None] | None = None
+        self._outcome = "allowed"
         self._ended = False
 
     def start(self, *, transparent: bool) -> None:
@@ -337,6 +338,7 @@ class Conversation:
             self._decision = decision
         else:
             self._record(decision, "decided")
+            self._outcome = "rules_changed"
             self.end(reset=True)
 
     # ── refusing ────────────────────────────────────────────────────────────────────────────────
@@ -471,10 +473,15 @@ class Conversation:
                 rules.Decision("deny", rule, "policy.network.allow", "upload_limit", "the rule's upload cap was reached"),
                 "decided",
             )
+            self._outcome = "upload_limit"
+        elif problem is not None and self._outcome == "allowed":
+            self._outcome = "reset"
         self.end()
 
-    def is_idle(self, before: float) -> bool:
-        return (self._relay.last if self._relay is not None else self._started) < before
+    def end_if_idle(self, before: float) -> None:
+        if (self._relay.last if self._relay is not None else self._started) < before:
+            self._outcome = "idle"
+            self.end(reset=True)
 
     def end(self, *, reset: bool = False) -> None:
         """Close everything and say what it was. Twice is harmless."""
@@ -490,7 +497,7 @@ class Conversation:
             self._task.cancel()
         self._sandbox.conversations.discard(self)
         if self._decision is not None and self._server is not None:
-            self._record(self._decision, "closed")
+            self._record(self._decision._replace(reason=self._outcome), "closed")
 
     def _record(self, decision: rules.Decision, stage: records.Stage) -> None:
         request, connection = self._request, self._relay

@@ -270,8 +270,7 @@ class Proxy:
         before = self.loop.time() - self.options.limits.idle_s
         for sandbox in self._sandboxes.values():
             for talk in list(sandbox.conversations):
-                if talk.is_idle(before):
-                    talk.end(reset=True)
+                talk.end_if_idle(before)
         self._sweeper = self.loop.call_later(min(_SWEEP_S, self.options.limits.idle_s / 2), self._sweep)
 
 

@@ -57,8 +57,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     protocol: str
     """http, tls, tcp, dns; or how it came, as long as nothing more is known: connect, socks, transparent."""
     reason: str
-    """`allowed`, or a stable word: not_allowed, denied, ask, metadata, private_address, sni_mismatch, …; for connections that
-    were allowed and failed: upstream_refused, upstream_timeout, upstream_reset, upstream_dns, …"""
+    """`allowed`, or a stable word: not_allowed, denied, ask, metadata, private_address, sni_mismatch, …; for one that was
+    allowed and has ended, how: allowed, reset, idle, upload_limit, rules_changed, upstream_refused, upstream_timeout, …"""
     stage: Stage = "decided"
     rule: str = ""
     source: str = ""
@@ -72,8 +72,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many records of this sandbox were not sent before this one."""
 
     def denial(self) -> model.Denial | None:
-        """What an execution's result and the journal say; None for what was let through."""
-        if self.verdict == "allow":
+        """What an execution's result and the journal say; None for what was let through, and for its end."""
+        if self.verdict == "allow" or self.stage == "closed":
             return None
         target = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         return model.Denial(
