@@ -182,8 +182,9 @@ class Launcher:
             os._exit(status)
 
     def gestate(self, message: "dict[str, object]", link: socket.socket, blank: namespaces.Blank) -> mounts.Builder:
-        """The part that is the same for every sandbox: cgroup, namespaces, /proc, a disk of the usual size. Joining a cgroup and leaving a mount
-        namespace wait for the whole kernel (RCU), several milliseconds, so this happens before anybody asks."""
+        """The part that does not depend on who will ask: cgroup, namespaces, /proc, and a disk and root of the shape that
+        was asked for last. Joining a cgroup waits for the whole kernel (RCU), several milliseconds, so this happens
+        before anybody asks; another shape costs the mounts a second time."""
         signal.set_wakeup_fd(-1)
         syscalls.prctl(syscalls.PR_SET_NAME, b"cloche-guest")
         _join(message["cgroups"])  # type: ignore[arg-type]
@@ -198,14 +199,17 @@ class Launcher:
         builder = mounts.Builder(self.stage, user_fd=blank.user_fd, rootless=self.rootless, ids=ids)
         builder.make_proc()
         self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
+        builder.apply(message["steps"])  # type: ignore[arg-type]
         return builder
 
     def become(self, message: "dict[str, object]", link: socket.socket, builder: mounts.Builder) -> None:
         trace = [time.monotonic_ns()]
         filter_ = self.filter_of(str(message["syscalls"]))
         steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
-        builder.owner_fd = self.make_owner_map(message, builder, self.stage.path + "/proc")
-        self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
+        builder.owner_fd = self.make_owner_map(message, builder, builder.proc)
+        if not builder.fits(steps, message["disk"]["mib"]):  # type: ignore[index]
+            builder.unmake()
+            self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
         trace.append(time.monotonic_ns())
         builder.apply(steps)
         trace.append(time.monotonic_ns())
@@ -239,8 +243,6 @@ class Launcher:
     def mount_disk(self, wanted: "dict[str, object]", builder: mounts.Builder) -> None:
         """A private copy of the formatted image, on a loop device that frees itself with its mount."""
         mib, template = int(wanted["mib"]), str(wanted["template"])  # type: ignore[call-overload]
-        if builder.disk_mib == mib:
-            return
         if not template:
             builder.make_disk("", mib)
             return

@@ -74,7 +74,7 @@ class NamespacesDriver(interfaces.Driver):
         self._fewest = self._wanted = embryos
         self._missed = False
         self._refilling: asyncio.TimerHandle | None = None
-        self._usual_disk_mib = model.DEFAULT_RESOURCES.disk_mib
+        self._usual = (model.DEFAULT_RESOURCES, "overlay")
         self._ready: asyncio.Future[LauncherFrame] | None = None
         self._slots_file = -1
         self._slots: list[int] = []
@@ -252,8 +252,8 @@ class NamespacesDriver(interfaces.Driver):
         self._machines[embryo.key] = embryo
         try:
             paths = group.paths if group is not None else []
-            disk = self._disk(self._usual_disk_mib)
-            wire.send(self._link, {"op": "prepare", "id": embryo.key, "cgroups": paths, "disk": disk}, [there.fileno()])
+            message = {"op": "prepare", "id": embryo.key, "cgroups": paths, **self._shape(*self._usual)}
+            wire.send(self._link, message, [there.fileno()])
         except OSError as problem:
             embryo.spawned.set_exception(
                 errors.error("capacity_exceeded", f"the launcher cannot take more work: {problem.strerror}", hint="try again")
@@ -305,9 +305,10 @@ class NamespacesDriver(interfaces.Driver):
         self, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None, held: holding.Held
     ) -> dict[str, Any]:
         resources = spec.resources
+        self._usual = (resources, rules.root)
         extra = dict(exposure.env) if exposure is not None else {}
         return {
-            "steps": mounts.plan(self._view(resources, rules, exposure)), "rlimits": held.rlimits, "affinity": held.affinity,
+            "steps": mounts.plan(self._view(resources, rules.root, exposure)), "rlimits": held.rlimits, "affinity": held.affinity,
             "syscalls": rules.syscalls, "landlock": _landlock_rules(rules, exposure),
             "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
             "watch_mounts": exposure is not None and bool(exposure.protect),
@@ -319,11 +320,11 @@ class NamespacesDriver(interfaces.Driver):
         }  # fmt: skip
 
     def _view(
-        self, resources: model.Resources, rules: policy.Policy, exposure: interfaces.Exposure | None
+        self, resources: model.Resources, root: policy.Root, exposure: interfaces.Exposure | None
     ) -> mounts.View:
         shown = exposure or interfaces.Exposure(root="", owner=(0, 0))
         return mounts.View(
-            skeleton=self._image.skeleton, layers=self._image.layers, writable=rules.root == "overlay",
+            skeleton=self._image.skeleton, layers=self._image.layers, writable=root == "overlay",
             shm_mib=max(1, min(resources.memory_mib // 2, 1024)),
             overlays=(shown.root,) if shown.overlay else (),
             binds=tuple(mounts.Bind(b.source, b.target, writable=b.writable, owner=b.owner) for b in shown.binds),
@@ -334,9 +335,11 @@ class NamespacesDriver(interfaces.Driver):
         by = "loop file system" if self.facts.loop_disks else "tmpfs, counted as memory"
         return model.Limit(value=mib, enforcement="enforced", by=by)
 
+    def _shape(self, resources: model.Resources, root: policy.Root) -> dict[str, Any]:
+        """What embryos are given ahead of need: the disk and the root that were asked for last."""
+        return {"disk": self._disk(resources.disk_mib), "steps": mounts.plan(self._view(resources, root, None))}
+
     def _disk(self, mib: int) -> dict[str, Any]:
-        """What a launcher needs to make a disk; the size asked for last is the one embryos get ahead of need."""
-        self._usual_disk_mib = mib
         template = ""
         if self.facts.loop_disks:
             template = os.path.join(self._home, "images", f"disk-{mib}-1.ext4")

@@ -463,8 +463,15 @@ class Group:
 
     @property
     def paths(self) -> list[str]:
-        """The files to which a process writes "0" to join: all, in this order, before it starts others."""
-        return [f"{directory}/cgroup.procs" for directory in _distinct(self._directories)]
+        """The files to which a process writes "0" to join: all, in this order, before it starts others or a thread.
+
+        In version 1 a single thread moves by `tasks`, which spares it the lock that a whole process takes, and with it a
+        wait for every processor of the machine (measured: 0.5 instead of 11 ms).
+        """
+        files = {}
+        for name, directory in self._directories.items():
+            files[directory] = "cgroup.procs" if self._versions.get(name) == 2 else "tasks"
+        return [f"{directory}/{file}" for directory, file in files.items()]
 
     @property
     def enforced(self) -> frozenset[str]:

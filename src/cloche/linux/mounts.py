@@ -178,15 +178,30 @@ class Builder:
         self.rootless = rootless
         self.guest_uid, self.guest_gid = ids
         self.layers = 0
+        self.applied: list[Step] = []
+        self.proc = stage.path + "/proc"
         self.disk_mib = 0
         self.upper_fd = -1
 
     def apply(self, steps: "list[Step]") -> None:
-        for step in steps:
+        """Make what a plan says, from where it goes on after what was applied before."""
+        for step in steps[len(self.applied) :]:
             try:
                 getattr(self, "do_" + step[0])(step[1], step[2], step[3])
             except OSError as problem:
                 raise StepFailed(step, problem) from problem
+            self.applied.append(step)
+
+    def fits(self, steps: "list[Step]", disk_mib: int) -> bool:
+        """Whether what was made ahead is how this plan begins."""
+        return steps[: len(self.applied)] == self.applied and self.disk_mib == disk_mib
+
+    def unmake(self) -> None:
+        """Back to an empty stage, without a disk: another root is wanted than the one that was made ahead."""
+        for path in (self.stage.root, self.stage.path + "/disk"):
+            syscalls.umount2(path, syscalls.MNT_DETACH)
+        self.applied, self.layers, self.disk_mib = [], 0, 0
+        self.make_proc()
 
     def inside(self, path: str) -> str:
         return self.stage.root + (path if path != "/" else "")
@@ -194,8 +209,6 @@ class Builder:
     def make_disk(self, device: str, mib: int) -> None:
         """The sandbox's writable file system: a loop device of exactly that size, or memory where there is none."""
         disk = self.stage.path + "/disk"
-        if self.disk_mib:
-            syscalls.umount2(disk, syscalls.MNT_DETACH)
         if device:
             # SAFETY: the image was formatted by us and is never written by anyone but this mount: a hostile file
             # system would be a kernel attack. tests/security/test_limits.py
@@ -270,6 +283,7 @@ class Builder:
         """
         hide = "" if self.rootless else f"hidepid=invisible,gid={self.guest_gid}"
         proc, flags = self.stage.path + "/proc", _LOCKED | syscalls.MS_NOEXEC
+        self.proc = proc
         syscalls.mount("proc", proc, "proc", flags, hide)
         for name in READ_ONLY:
             path = f"{proc}/{name}"
@@ -280,7 +294,8 @@ class Builder:
             self.cover(f"{proc}/{name}")
 
     def do_proc(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
-        syscalls.mount(self.stage.path + "/proc", self.inside(target), None, syscalls.MS_MOVE)
+        syscalls.mount(self.proc, self.inside(target), None, syscalls.MS_MOVE)
+        self.proc = self.inside(target)
 
     def do_mask(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
         self.cover(self.inside(target))
