@@ -44,7 +44,9 @@ def _describe(name: str, function: Any) -> Method:
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
         kind = hints[parameter.name]
         default = parameter.default
-        fields.append((parameter.name, kind) if default is inspect.Parameter.empty else (parameter.name, kind, default))
+        fields.append(
+            (parameter.name, kind) if default is inspect.Parameter.empty else (parameter.name, kind, default)
+        )
     struct = msgspec.defstruct(f"{name}_arguments", fields, forbid_unknown_fields=True)
     return Method(name, struct, typing.get_args(result)[0] if streams else result, streams)
 
@@ -87,7 +89,9 @@ def complete(said: dict[str, Any], defaults: settings.Defaults) -> model.Sandbox
 def encode(message: Any) -> bytes:
     try:
         return msgspec.json.encode(message)
-    except UnicodeEncodeError:  # a name that is not UTF-8 rides as lone surrogates, which only the standard writer takes
+    except (
+        UnicodeEncodeError
+    ):  # a name that is not UTF-8 rides as lone surrogates, which only the standard writer takes
         return json.dumps(msgspec.to_builtins(message)).encode()
 
 

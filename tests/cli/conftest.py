@@ -145,7 +145,6 @@ class Terminal:
         environment = {**cloche.environment, "TERM": "xterm", "NO_COLOR": "1"}
         self.process = subprocess.Popen(
             cloche.argv(*words), stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
         )  # fmt: skip
         os.close(slave)
         self.seen = b""

@@ -71,7 +71,7 @@ def test_a_keeper_with_a_sandbox_does_not_leave(bare):
 
 def test_there_is_one_keeper_per_state_directory(kept):
     second = subprocess.run(
-        kept.argv()[:3] + ["from cloche.cli.keeper import main; main()"], env=kept.environment, timeout=50,
+        [*kept.argv()[:3], "from cloche.cli.keeper import main; main()"], env=kept.environment, timeout=50,
         capture_output=True,
     )  # fmt: skip
     assert (second.returncode, second.stdout, second.stderr) == (0, b"", b"")
@@ -154,7 +154,12 @@ def test_a_keeper_of_another_version_with_sandboxes_is_left_alone_and_that_is_sa
 
 
 def _create_as(cloche, version):
-    call = {"method": "create", "protocol": framing.PROTOCOL, "version": version, "arguments": {"spec": {"stay": True}}}
+    call = {
+        "method": "create",
+        "protocol": framing.PROTOCOL,
+        "version": version,
+        "arguments": {"spec": {"stay": True}},
+    }
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(str(cloche.socket))
         link.sendall(framing.pack(framing.CALL, 1, json.dumps(call).encode()))

@@ -73,7 +73,6 @@ def test_what_cannot_be_is_refused_and_nothing_runs(cloche, flags, words):
     assert "Traceback" not in result.stderr.decode()
 
 
-
 def test_the_callers_environment_stays_outside(cloche):
     result = cloche("run", "--", "env", env={"SECRET": "s3cret", "PYTHONPATH": "/x"})
     names = {line.partition(b"=")[0].decode() for line in result.stdout.splitlines()}
@@ -117,7 +116,11 @@ def test_streams_are_kept_apart_and_flags_may_have_an_equals_sign(cloche):
 
 
 def test_the_commands_own_flags_are_not_read(cloche):
-    assert said(cloche("run", "echo", "--json", "--profile", "--", "x")) == (0, b"--json --profile -- x\n", b"")
+    assert said(cloche("run", "echo", "--json", "--profile", "--", "x")) == (
+        0,
+        b"--json --profile -- x\n",
+        b"",
+    )
 
 
 def test_a_variable_passes_the_callers_value(cloche):
@@ -149,7 +152,13 @@ def test_json_gives_the_whole_result(cloche):
     result = cloche("run", "--json", "--", "sh", "-c", "echo out; echo err >&2; cat; exit 3", stdin=b"in")
     found = json.loads(result.stdout)
     assert (result.returncode, result.stderr) == (3, b"")
-    assert {"code": 3, "exit_code": 3, "signal": None, "timed_out": False, "oom_killed": False}.items() <= found.items()
+    assert {
+        "code": 3,
+        "exit_code": 3,
+        "signal": None,
+        "timed_out": False,
+        "oom_killed": False,
+    }.items() <= found.items()
     assert (found["stdout"], found["stderr"], found["truncated"]) == ("out\nin", "err\n", False)
     assert found["isolation"]["level"] == "namespaces"
     assert set(found) == {

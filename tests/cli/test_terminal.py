@@ -12,7 +12,9 @@ def modes(terminal):
 
 
 def test_a_command_without_tty_reads_the_terminal_by_lines(cloche, on_terminal):
-    terminal = on_terminal(cloche, "run", "--", "sh", "-c", "echo ready; read x; echo got $x; test -t 0 || echo no terminal")
+    terminal = on_terminal(
+        cloche, "run", "--", "sh", "-c", "echo ready; read x; echo got $x; test -t 0 || echo no terminal"
+    )
     terminal.read_until(b"ready\r\n")
     assert modes(terminal) == ECHO
     terminal.type(b"word\n")
@@ -37,7 +39,15 @@ def test_tty_gives_the_command_a_terminal_of_our_size_and_ours_comes_back(cloche
 
 
 def test_ctrl_c_goes_through_the_terminal_inside(cloche, on_terminal):
-    terminal = on_terminal(cloche, "run", "--tty", "--", "sh", "-c", "trap 'echo interrupted; exit 5' INT; echo ready; while :; do sleep 1; done")
+    terminal = on_terminal(
+        cloche,
+        "run",
+        "--tty",
+        "--",
+        "sh",
+        "-c",
+        "trap 'echo interrupted; exit 5' INT; echo ready; while :; do sleep 1; done",
+    )
     terminal.read_until(b"ready\r\n")
     terminal.type(b"\x03")
     terminal.read_until(b"interrupted\r\n")
@@ -90,7 +100,9 @@ def test_a_shell_is_detached_and_taken_up_again(kept, on_terminal):
 
 def test_ctrl_p_alone_reaches_the_shell(kept, on_terminal):
     kept("create", "--name", "one")
-    shell = on_terminal(kept, "shell", "one", "--", "sh", "-c", "stty raw -echo; echo ready; head -c 2 | od -An -c; echo end")
+    shell = on_terminal(
+        kept, "shell", "one", "--", "sh", "-c", "stty raw -echo; echo ready; head -c 2 | od -An -c; echo end"
+    )
     shell.read_until(b"ready")
     shell.type(b"\x10")
     shell.type(b"x")

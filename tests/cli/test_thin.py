@@ -32,13 +32,19 @@ thin.main()
 
 
 @pytest.mark.parametrize(
-    "words", [["run", "--env", "A=b", "--", "echo", "hi"], ["exec", "one", "--", "echo", "hi"]], ids=["run", "exec"]
+    "words",
+    [["run", "--env", "A=b", "--", "echo", "hi"], ["exec", "one", "--", "echo", "hi"]],
+    ids=["run", "exec"],
 )
 def test_a_run_through_a_keeper_loads_next_to_nothing(kept, words):
     assert kept("create", "--name", "one").returncode == 0
     program = PROGRAM.format(path=[str(Path(__file__).parents[2] / "src")], words=words)
     ran = subprocess.run(
-        [sys.executable, "-I", "-c", program], capture_output=True, env=kept.environment, timeout=50, input=b""
+        [sys.executable, "-I", "-c", program],
+        capture_output=True,
+        env=kept.environment,
+        timeout=50,
+        input=b"",
     )
     assert (ran.returncode, ran.stdout) == (0, b"hi\n")
     loaded = set(ran.stderr.decode().split())
@@ -68,7 +74,9 @@ def test_what_is_not_plainly_right_is_left_to_the_parser(words):
 
 
 def test_the_scan_takes_flags_in_both_spellings_up_to_the_command():
-    options = thin.scan(["run", "--memory=64", "--cpus", "0.5", "--tty", "--overlay", "echo", "--json", "--", "x"])
+    options = thin.scan(
+        ["run", "--memory=64", "--cpus", "0.5", "--tty", "--overlay", "echo", "--json", "--", "x"]
+    )
     assert options is not None
     assert (options.resources, options.tty, options.json) == ({"memory_mib": 64, "cpus": 0.5}, True, False)
     assert options.spec == {"overlay": True}
@@ -84,7 +92,20 @@ def test_exec_takes_its_sandbox_and_then_the_command():
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, False, 0, -3, 1.5, "", 'a"\\\n\x00é漢😀', [], [1, "a", None], {}, {"a": {"b": [True]}, "é": "x"}],
+    [
+        None,
+        True,
+        False,
+        0,
+        -3,
+        1.5,
+        "",
+        'a"\\\n\x00é漢😀',
+        [],
+        [1, "a", None],
+        {},
+        {"a": {"b": [True]}, "é": "x"},
+    ],
     ids=repr,
 )
 def test_what_is_written_is_json(value):

@@ -62,7 +62,9 @@ def test_a_wrong_command_line_is_refused_with_words(bare, words, message):
     assert "Traceback" not in result.stderr.decode()
 
 
-@pytest.mark.parametrize("words", [["info"], ["exec"], ["logs"], ["delete"], ["suspend"], ["usage"], ["files", "ls"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["info"], ["exec"], ["logs"], ["delete"], ["suspend"], ["usage"], ["files", "ls"]], ids=" ".join
+)
 def test_a_sandbox_that_is_not_there(kept, words):
     tail = ["--", "true"] if words == ["exec"] else []
     result = kept(*words, "nobody", *tail)
@@ -142,7 +144,9 @@ def test_logs_of_the_last_command_and_of_any(one):
     first, second = data(one("logs", "one", "--list", "--json"))
     assert (first["exit_code"], second["exit_code"]) == (0, 3)
     assert text(one("logs", "one", first["id"])) == "first\n"
-    lines = [json.loads(line) for line in text(one("logs", "one", second["id"], "--json", "--follow")).splitlines()]
+    lines = [
+        json.loads(line) for line in text(one("logs", "one", second["id"], "--json", "--follow")).splitlines()
+    ]
     assert {line["text"] for line in lines if line["type"] == "output"} == {"second\n", "no\n"}
     assert lines[-1]["result"]["exit_code"] == 3
     assert text(one("logs", "one", first["id"], "--after", "1")) == ""
@@ -255,7 +259,14 @@ def test_a_tree_goes_in_and_comes_out(one, tmp_path):
 def test_what_comes_out_cannot_write_elsewhere(one, tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()
-    one("exec", "one", "--", "sh", "-c", f"mkdir t; ln -s {victim} t/a; ln -s ../../x t/b; ln -s c t/ok; echo y > t/c")
+    one(
+        "exec",
+        "one",
+        "--",
+        "sh",
+        "-c",
+        f"mkdir t; ln -s {victim} t/a; ln -s ../../x t/b; ln -s c t/ok; echo y > t/c",
+    )
     first = one("cp", "one:t", str(tmp_path / "out"))
     assert first.returncode == 0
     assert first.stderr.count(b"is left out") == 2
@@ -335,7 +346,9 @@ def test_bash_completes_verbs_and_flags(bare):
     script = text(bare("completions", "bash"))
     ask = script + '\nCOMP_WORDS=({words}); COMP_CWORD={at}; _cloche; printf "%s\\n" "${{COMPREPLY[@]}}"'
     for words, at, expected in (("cloche ru", 1, ["run"]), ("cloche run --min", 2, ["--minimum-isolation"])):
-        program = script + ask[len(script) :].replace("{words}", words).replace("{at}", str(at)).replace("{{", "{").replace("}}", "}")
+        program = script + ask[len(script) :].replace("{words}", words).replace("{at}", str(at)).replace(
+            "{{", "{"
+        ).replace("}}", "}")
         found = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=50)
         assert (found.stdout.split(), found.stderr) == (expected, "")
 
@@ -345,7 +358,9 @@ def test_a_defect_of_ours_is_a_sentence_too(bare):
         "import sys; sys.path[:0] = {path!r}; from cloche.cli import main, upkeep;"
         "upkeep._version = lambda chosen: 1 / 0; sys.exit(main.main(['version']))"
     ).format(path=bare.argv()[3:] or [os.path.join(os.path.dirname(main.__file__), "../..")])
-    ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, env=bare.environment, timeout=50)
+    ran = subprocess.run(
+        [sys.executable, "-I", "-c", program], capture_output=True, env=bare.environment, timeout=50
+    )
     assert ran.returncode == 125
     assert ran.stderr.startswith(b"cloche: error: ZeroDivisionError: division by zero\n\nhint: ")
 

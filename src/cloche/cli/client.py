@@ -30,7 +30,9 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -65,13 +67,17 @@ class Client:
                         raise errors.from_dict(json.loads(body))
                     yield kind, body
         except OSError as problem:
-            raise errors.error("connection_lost", f"the connection to the server broke: {problem.strerror}") from None
+            raise errors.error(
+                "connection_lost", f"the connection to the server broke: {problem.strerror}"
+            ) from None
 
     def _receive(self) -> Iterator[tuple[int, int, bytes]]:
         data = self.sock.recv(_CHUNK)
         if not data:
             raise errors.error(
-                "connection_lost", "the server ended the connection", hint="its sandboxes are gone with it; create anew"
+                "connection_lost",
+                "the server ended the connection",
+                hint="its sandboxes are gone with it; create anew",
             )
         yield from self._reader.feed(data)
 
@@ -175,5 +181,3 @@ def _need_linux() -> None:
             "linux_only", f"sandboxes run on Linux only, and this is {sys.platform}",
             hint="point CLOCHE_URL at a Cloche server",
         )  # fmt: skip
-
-

@@ -8,7 +8,20 @@ import argparse
 from cloche.cli import files, main
 
 _SHELLS = ("bash", "zsh", "fish")
-_TAKES_ID = ("exec", "shell", "info", "logs", "delete", "extend", "suspend", "resume", "usage", "events", "diff", "apply")
+_TAKES_ID = (
+    "exec",
+    "shell",
+    "info",
+    "logs",
+    "delete",
+    "extend",
+    "suspend",
+    "resume",
+    "usage",
+    "events",
+    "diff",
+    "apply",
+)
 _IDS = """cloche list --json 2>/dev/null | tr ',{' '\\n\\n' | sed -n 's/^ *"id": *"\\([a-z0-9]*\\)"$/\\1/p'"""
 
 
@@ -45,12 +58,12 @@ _cloche() {{
         if [[ ${{COMP_WORDS[i]}} == -- ]]; then COMPREPLY=($(compgen -c -f -- "$word")); return; fi
     done
     if ((COMP_CWORD == 1)); then
-        COMPREPLY=($(compgen -W "{' '.join(main.VERBS)}" -- "$word")); return
+        COMPREPLY=($(compgen -W "{" ".join(main.VERBS)}" -- "$word")); return
     fi
     case $verb in
 {cases}
     esac
-    case " {' '.join(_TAKES_ID)} " in
+    case " {" ".join(_TAKES_ID)} " in
         *" $verb "*) [[ $word == -* ]] || words="$words $({_IDS})" ;;
     esac
     COMPREPLY=($(compgen -W "$words" -- "$word"))
@@ -83,7 +96,7 @@ _cloche() {{
 {cases}
     esac
     case ${{words[2]}} in
-        {'|'.join(_TAKES_ID)}) ids=(${{(f)"$({_IDS})"}}) ;;
+        {"|".join(_TAKES_ID)}) ids=(${{(f)"$({_IDS})"}}) ;;
     esac
     [[ ${{words[CURRENT]}} == -* ]] && _describe flag flags
     (( $#ids )) && compadd -a ids
@@ -100,7 +113,9 @@ def _fish() -> str:
         for flag, help_ in _flags(verb):
             seen = f"'__fish_seen_subcommand_from {verb}'"
             lines.append(f"complete -c cloche -n {seen} -l {flag[2:]} -d {_fish_quoted(help_)}")
-    lines.append(f"complete -c cloche -n '__fish_seen_subcommand_from {' '.join(_TAKES_ID)}' -a {_fish_quoted(f'({_IDS})')}")
+    lines.append(
+        f"complete -c cloche -n '__fish_seen_subcommand_from {' '.join(_TAKES_ID)}' -a {_fish_quoted(f'({_IDS})')}"
+    )
     return "\n".join(lines) + "\n"
 
 

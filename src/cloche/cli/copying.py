@@ -36,7 +36,9 @@ class Place(NamedTuple):
 def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     parser.add_argument("source", metavar="SOURCE", help="PATH, or ID:PATH for a sandbox's")
     parser.add_argument("target", metavar="TARGET", help="PATH, or ID:PATH for a sandbox's")
-    parser.add_argument("--user", metavar="NAME", default="user", choices=("user", "root"), help="as whom inside")
+    parser.add_argument(
+        "--user", metavar="NAME", default="user", choices=("user", "root"), help="as whom inside"
+    )
 
 
 def execute(verb: str, chosen: argparse.Namespace) -> int:
@@ -187,7 +189,9 @@ def _place(root: str, parts: list[str]) -> str:
     path = os.path.join(_make_parents(root, parts[:-1]), parts[-1])
     if os.path.lexists(path):
         if os.path.isdir(path) and not os.path.islink(path):
-            raise errors.error("is_directory", f"{path!r} is a directory and is not replaced", hint="remove it first")
+            raise errors.error(
+                "is_directory", f"{path!r} is a directory and is not replaced", hint="remove it first"
+            )
         os.unlink(path)
     return path
 

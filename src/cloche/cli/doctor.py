@@ -71,7 +71,9 @@ def _show_sandbox(tried: dict[str, Any]) -> None:
             print(talk.clean(f"fix: {tried['error']['hint']}"))
         return
     held = ", ".join(f"{name.partition('_')[0]} {how}" for name, how in tried["limits"].items())
-    print(f"a new sandbox gets: {tried['level']} (driver {tried['driver']}), `true` exits with {json.dumps(tried['exit_code'])}")
+    print(
+        f"a new sandbox gets: {tried['level']} (driver {tried['driver']}), `true` exits with {json.dumps(tried['exit_code'])}"
+    )
     print(f"its limits: {held}")
     for what in tried["missing"]:
         print(talk.clean(f"it lacks: {what}"))

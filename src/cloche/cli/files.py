@@ -25,12 +25,16 @@ ACTS = {
 def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     parser.add_argument("act", metavar="ACT", choices=tuple(ACTS), help=", ".join(ACTS))
     parser.add_argument("sandbox", metavar="ID", help="its id or name")
-    parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="relative ones mean the working directory")
+    parser.add_argument(
+        "path", metavar="PATH", nargs="?", default=".", help="relative ones mean the working directory"
+    )
     parser.add_argument("target", metavar="TARGET", nargs="?", help="where to, for mv")
     parser.add_argument("--recursive", action="store_true", help="rm, watch: the whole tree")
     parser.add_argument("--depth", metavar="N", type=int, default=1, help="ls: levels (default: 1)")
     parser.add_argument("--mode", metavar="OCTAL", help="write: permissions, as in 755")
-    parser.add_argument("--user", metavar="NAME", default="user", choices=("user", "root"), help="as whom (default: user)")
+    parser.add_argument(
+        "--user", metavar="NAME", default="user", choices=("user", "root"), help="as whom (default: user)"
+    )
 
 
 def execute(verb: str, chosen: argparse.Namespace) -> int:
@@ -58,7 +62,9 @@ def _ls(server: client.Client, chosen: argparse.Namespace) -> int:
     if chosen.json:
         output.as_json(found)
     elif found:
-        output.table(("MODE", "OWNER", "SIZE", "MODIFIED", "NAME"), [_row(entry, chosen.depth > 1) for entry in found])
+        output.table(
+            ("MODE", "OWNER", "SIZE", "MODIFIED", "NAME"), [_row(entry, chosen.depth > 1) for entry in found]
+        )
     return 0
 
 
@@ -94,9 +100,13 @@ def _write(server: client.Client, chosen: argparse.Namespace) -> int:
         try:
             mode = int(chosen.mode, 8)
         except ValueError:
-            raise errors.error("argument_invalid", f"--mode is {chosen.mode!r}, which is not octal, as in 755") from None
+            raise errors.error(
+                "argument_invalid", f"--mode is {chosen.mode!r}, which is not octal, as in 755"
+            ) from None
     data = sys.stdin.buffer.read()
-    info = server.call("write_file", **_where(chosen), data=b2a_base64(data, newline=False).decode(), mode=mode)
+    info = server.call(
+        "write_file", **_where(chosen), data=b2a_base64(data, newline=False).decode(), mode=mode
+    )
     if chosen.json:
         output.as_json(info)
     return 0

@@ -95,10 +95,37 @@ def _leave_keeper(options: "thin.Options") -> None:
 
 
 def _import_asyncio() -> "Any":
-    """asyncio imports ssl where it is there, which costs as much as a sandbox; nothing of ours speaks TLS in here."""
-    hidden = sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
+    """asyncio, without what it names and a run does not use.
+
+    It imports ssl where that is there: as costly as a sandbox, and nothing of ours speaks TLS in here. `inspect` and
+    `linecache` (with ast, dis, tokenize behind them) serve debugging and errors: they are loaded when somebody asks.
+    """
+    modules: dict[str, Any] = sys.modules
+    hidden = "ssl" not in modules
+    if hidden:
+        modules["ssl"] = None
+    for name in ("inspect", "linecache"):
+        if name not in modules:
+            _import_later(name)
     import asyncio
 
-    if hidden is None:
-        del sys.modules["ssl"]
+    if hidden:
+        del modules["ssl"]
     return asyncio
+
+
+def _import_later(name: str) -> None:
+    """A module that becomes `name` at the first look into it. (importlib's own loads at the first `import` on 3.11.)"""
+    later: Any = type(sys)(name)
+
+    def load(attribute: str) -> "Any":
+        if attribute[:2] == "__":
+            raise AttributeError(attribute)  # the import system looks, and need not be answered
+        if sys.modules.get(name) is later:
+            del sys.modules[name]
+        __import__(name)
+        later.__dict__.update(sys.modules[name].__dict__)
+        return getattr(sys.modules[name], attribute)
+
+    later.__getattr__ = load
+    sys.modules[name] = later

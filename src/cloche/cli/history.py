@@ -112,7 +112,11 @@ def _print_event(event: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(event), flush=True)
         return
     facts = {**event.get("data", {}), **{k: v for k, v in event.items() if k not in (*_COMMON, "data")}}
-    words = " ".join(f"{k}={_short(v)}" for k, v in facts.items() if v not in (None, False, "", [], {}) and k not in _COMMON)
+    words = " ".join(
+        f"{k}={_short(v)}"
+        for k, v in facts.items()
+        if v not in (None, False, "", [], {}) and k not in _COMMON
+    )
     head = f"{event['seq']:>6}  {output.clock(event['time'])}  {event['kind']:<10} {event['sandbox'] or '-'}"
     print(talk.clean(f"{head}  {words}"), flush=True)
 

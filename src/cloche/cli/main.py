@@ -54,7 +54,9 @@ class Parser(argparse.ArgumentParser):
     """argparse, saying its complaints our way."""
 
     def error(self, message: str) -> NoReturn:
-        raise errors.error("argument_invalid", f"{self.prog}: {message}", hint=f"`{_help(self.prog)}` shows its flags")
+        raise errors.error(
+            "argument_invalid", f"{self.prog}: {message}", hint=f"`{_help(self.prog)}` shows its flags"
+        )
 
 
 def _help(prog: str) -> str:
@@ -68,7 +70,7 @@ def parser_of(verb: str) -> Parser:
     if "--json" not in options_of(parser):
         parser.add_argument("--json", action="store_true", help="print JSON")
     if row.positionals >= 0:
-        parser.epilog = f"{parser.format_usage().strip()[len('usage: '):]} [--] CMD..."
+        parser.epilog = f"{parser.format_usage().strip()[len('usage: ') :]} [--] CMD..."
     return parser
 
 
@@ -97,9 +99,17 @@ def main(arguments: list[str]) -> int:
 
 
 def _of_the_host(problem: OSError) -> errors.ClocheError:
-    code = {2: "file_not_found", 13: "permission_denied", 20: "not_directory", 21: "is_directory", 28: "disk_full"}
+    code = {
+        2: "file_not_found",
+        13: "permission_denied",
+        20: "not_directory",
+        21: "is_directory",
+        28: "disk_full",
+    }
     where = f"{problem.filename!r}: " if problem.filename else ""
-    return errors.error(code.get(problem.errno or 0, "internal_error"), f"{where}{problem.strerror or problem}")
+    return errors.error(
+        code.get(problem.errno or 0, "internal_error"), f"{where}{problem.strerror or problem}"
+    )
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -119,7 +129,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(verb)
-    head, command = list(words), []
+    head: list[str] = list(words)
+    command: list[str] = []
     if VERBS[verb].positionals >= 0:
         head, command = split(parser, words, VERBS[verb].positionals)
     if "-h" in head or "--help" in head:
@@ -135,10 +146,16 @@ def parse(verb: str, words: Sequence[str]) -> argparse.Namespace:
 
 def _refuse(parser: Parser, word: str) -> NoReturn:
     if not word.startswith("-"):
-        raise errors.error("argument_invalid", f"{parser.prog} does not take {word!r}", hint=f"`{_help(parser.prog)}` says what it takes")
+        raise errors.error(
+            "argument_invalid",
+            f"{parser.prog} does not take {word!r}",
+            hint=f"`{_help(parser.prog)}` says what it takes",
+        )
     flag = word.partition("=")[0]
     raise errors.error(
-        "flag_unknown", f"{parser.prog} has no flag {flag!r}", hint=errors.nearest(flag, _long(options_of(parser)))
+        "flag_unknown",
+        f"{parser.prog} has no flag {flag!r}",
+        hint=errors.nearest(flag, _long(options_of(parser))),
     )
 
 
@@ -146,7 +163,9 @@ def _long(flags: Sequence[str]) -> list[str]:
     return [flag for flag in flags if flag.startswith("--")]
 
 
-def split(parser: argparse.ArgumentParser, words: Sequence[str], positionals: int) -> tuple[list[str], list[str]]:
+def split(
+    parser: argparse.ArgumentParser, words: Sequence[str], positionals: int
+) -> tuple[list[str], list[str]]:
     """What is ours, and the command: after `--`, or from the first word that is neither flag nor value nor wanted."""
     valued = {f for a in parser._actions if a.nargs != 0 for f in a.option_strings}
     position, seen = 0, 0
@@ -168,7 +187,9 @@ def show_help() -> None:
     print("usage: cloche VERB ...\n")
     for name, row in VERBS.items():
         print(f"  {name:<12} {row.summary}")
-    print(f"\n`{_PROGRAM} help VERB` shows a verb's flags. {talk.paint('--json', '1', 1)} works with all of them.")
+    print(
+        f"\n`{_PROGRAM} help VERB` shows a verb's flags. {talk.paint('--json', '1', 1)} works with all of them."
+    )
 
 
 def flags_of(verb: str) -> list[argparse.Action]:

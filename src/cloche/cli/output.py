@@ -25,7 +25,9 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     texts = [[talk.clean(_text(cell)) for cell in row] for row in body]
     widths = [max(len(line[i]) for line in [list(headers), *texts]) for i in range(len(headers))]
     widths = _fit(widths, [len(h) for h in headers])
-    numeric = [bool(body) and all(isinstance(row[i], (int, float)) for row in body) for i in range(len(headers))]
+    numeric = [
+        bool(body) and all(isinstance(row[i], (int, float)) for row in body) for i in range(len(headers))
+    ]
     print(talk.paint(_line(headers, widths, numeric), "1", 1))
     for line in texts:
         print(_line(line, widths, numeric))

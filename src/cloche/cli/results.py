@@ -53,7 +53,15 @@ def shape(result: dict[str, Any], code: int, sandbox: str | None = None) -> dict
         made[field] = result[field]
     for stream in ("stdout", "stderr"):
         made.update(_text(stream, result[f"{stream}_bytes"]))
-    for field in ("truncated", "stdout_total", "stderr_total", "duration_ms", "cpu_ms", "max_rss_mib", "denials"):
+    for field in (
+        "truncated",
+        "stdout_total",
+        "stderr_total",
+        "duration_ms",
+        "cpu_ms",
+        "max_rss_mib",
+        "denials",
+    ):
         made[field] = result[field]
     made["isolation"] = result["isolation"]
     made["execution"] = result["execution"]
@@ -84,7 +92,9 @@ def fail(body: bytes, *, started: bool, as_json: bool) -> int:
     else:
         problem = errors.error(
             "connection_lost",
-            "the keeper ended while the command ran" if started else "the keeper ended before the command was started",
+            "the keeper ended while the command ran"
+            if started
+            else "the keeper ended before the command was started",
             hint="its sandboxes ended with it; run the command again",
         )
     return tell(problem, as_json=as_json)

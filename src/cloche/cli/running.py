@@ -16,23 +16,35 @@ _RULES = ("allow", "deny", "resolve", "secret")
 
 def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     if verb != "run":
-        parser.add_argument("sandbox", metavar="ID", nargs="?" if verb == "shell" else None, help="its id or name")
+        parser.add_argument(
+            "sandbox", metavar="ID", nargs="?" if verb == "shell" else None, help="its id or name"
+        )
     if verb != "exec":
         spec_flags(parser)
     command_flags(parser)
     if verb == "run":
         parser.add_argument("--tty", action="store_true", help="run the command on a terminal")
-        parser.add_argument("--keep", action="store_true", help="let the sandbox stay when the command has ended")
+        parser.add_argument(
+            "--keep", action="store_true", help="let the sandbox stay when the command has ended"
+        )
     elif verb == "exec":
         parser.add_argument("--tty", action="store_true", help="run the command on a terminal")
     else:
         parser.add_argument("--attach", metavar="EXEC", help="take up a shell that was detached")
-        parser.add_argument("--after", metavar="N", type=int, default=0, help="with --attach: show from cursor N on")
+        parser.add_argument(
+            "--after", metavar="N", type=int, default=0, help="with --attach: show from cursor N on"
+        )
 
 
 def command_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--env", metavar="K[=V]", action="append", default=[], help="set a variable; without V, the caller's value")
+    add(
+        "--env",
+        metavar="K[=V]",
+        action="append",
+        default=[],
+        help="set a variable; without V, the caller's value",
+    )
     add("--cwd", metavar="DIR", help="where the command starts (default: /workspace)")
     add("--timeout", metavar="S", help="seconds after which the command is killed (exit code 124)")
     add("--user", metavar="NAME", choices=("user", "root"), help="user (default) or root inside")
@@ -50,11 +62,28 @@ def spec_flags(parser: argparse.ArgumentParser) -> None:
     add("--disk", metavar="MIB", help="disk limit (default: 1024)")
     add("--workspace", metavar="DIR", help="show a directory at its own path, writable")
     add("--overlay", action="store_true", help="with --workspace: keep changes in a layer above it")
-    add("--network", metavar="MODE", choices=("off", "rules", "open"), help="off (default); rules and open come later")
+    add(
+        "--network",
+        metavar="MODE",
+        choices=("off", "rules", "open"),
+        help="off (default); rules and open come later",
+    )
     add("--allow", metavar="RULE", action="append", default=[], help="a network rule (not available yet)")
     add("--deny", metavar="RULE", action="append", default=[], help="a network rule (not available yet)")
-    add("--resolve", metavar="HOST:PORT:ADDR:PORT", action="append", default=[], help="a fixed address (not available yet)")
-    add("--secret", metavar="NAME", action="append", default=[], help="a credential for bound hosts (not available yet)")
+    add(
+        "--resolve",
+        metavar="HOST:PORT:ADDR:PORT",
+        action="append",
+        default=[],
+        help="a fixed address (not available yet)",
+    )
+    add(
+        "--secret",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a credential for bound hosts (not available yet)",
+    )
     add("--policy", metavar="FILE", help="a policy file (TOML)")
     add("--driver", metavar="NAME", help="the driver to use, where there are several")
     add("--minimum-isolation", metavar="LEVEL", help="process, namespaces (default), gvisor or microvm")
@@ -105,7 +134,9 @@ def execute(verb: str, chosen: argparse.Namespace) -> int:
         return _shell(chosen, options)
     if not chosen.command:
         raise errors.error(
-            "command_empty", f"`cloche {verb}` needs a command", hint=f"cloche {verb} ... -- python3 -c 'print(1 + 1)'"
+            "command_empty",
+            f"`cloche {verb}` needs a command",
+            hint=f"cloche {verb} ... -- python3 -c 'print(1 + 1)'",
         )
     options.request["command"] = chosen.command
     return attached(options, keeper=verb == "exec" or options.keep)
@@ -113,7 +144,9 @@ def execute(verb: str, chosen: argparse.Namespace) -> int:
 
 def _shell(chosen: argparse.Namespace, options: thin.Options) -> int:
     if chosen.attach and options.sandbox is None:
-        raise errors.error("argument_invalid", "--attach needs the sandbox's id", hint="cloche shell ID --attach EXEC")
+        raise errors.error(
+            "argument_invalid", "--attach needs the sandbox's id", hint="cloche shell ID --attach EXEC"
+        )
     options.tty = options.detachable = True
     options.request["command"] = chosen.command or _SHELL
     options.execution, options.after = chosen.attach, chosen.after

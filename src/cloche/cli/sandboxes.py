@@ -12,10 +12,14 @@ _UNITS = {"memory_mib": "MiB", "disk_mib": "MiB", "cpus": "", "pids": ""}
 def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     if verb == "create":
         running.spec_flags(parser)
-        parser.add_argument("--env", metavar="K[=V]", action="append", default=[], help="a variable for every command")
+        parser.add_argument(
+            "--env", metavar="K[=V]", action="append", default=[], help="a variable for every command"
+        )
         parser.add_argument("--timeout", metavar="S", help="seconds it lives, or `none` (default: 300)")
         parser.add_argument("--idle-timeout", metavar="S", help="seconds without use after which it ends")
-        parser.add_argument("--label", metavar="K=V", action="append", default=[], help="a label to find it by")
+        parser.add_argument(
+            "--label", metavar="K=V", action="append", default=[], help="a label to find it by"
+        )
     elif verb == "delete":
         parser.add_argument("sandboxes", metavar="ID", nargs="*", help="ids or names")
         parser.add_argument("--all", action="store_true", help="every live sandbox")
@@ -55,7 +59,13 @@ def _spec(chosen: argparse.Namespace) -> dict[str, Any]:
     labels = dict(_pair(label) for label in chosen.label)
     options = running.options_from(argparse.Namespace(**{**vars(chosen), "timeout": None}))
     thin.complete(options)
-    said = {**options.spec, "resources": options.resources, "env": options.request["env"], "labels": labels, "stay": True}
+    said = {
+        **options.spec,
+        "resources": options.resources,
+        "env": options.request["env"],
+        "labels": labels,
+        "stay": True,
+    }
     for field, text in lives.items():
         if text is not None:
             said[field] = seconds(text, "--" + field.removesuffix("_s").replace("_", "-"))
@@ -79,7 +89,9 @@ def seconds(text: str, what: str) -> float | None:
         return None
     value = thin.number(text)
     if value is None or value <= 0:
-        raise errors.error("limit_invalid", f"{what} is {text!r}; it is a number of seconds above 0, or `none`")
+        raise errors.error(
+            "limit_invalid", f"{what} is {text!r}; it is a number of seconds above 0, or `none`"
+        )
     return value
 
 
@@ -101,7 +113,15 @@ def _list(server: client.Client, chosen: argparse.Namespace) -> int:
     output.table(
         ("ID", "NAME", "PHASE", "PROFILE", "AGE", "ENDS IN", "RUNS"),
         [
-            (s["id"], s["name"], s["phase"], s["profile"], output.ago(s["created_at"]), output.until(s["expires_at"]), s["executions"])
+            (
+                s["id"],
+                s["name"],
+                s["phase"],
+                s["profile"],
+                output.ago(s["created_at"]),
+                output.until(s["expires_at"]),
+                s["executions"],
+            )
             for s in found
         ],
     )
@@ -139,7 +159,9 @@ def _limit(name: str, limit: dict[str, Any]) -> str:
 def _delete(server: client.Client, chosen: argparse.Namespace) -> int:
     wanted = [s["id"] for s in server.call("list")] if chosen.all else chosen.sandboxes
     if not wanted and not chosen.all:
-        raise errors.error("argument_invalid", "which sandbox?", hint="cloche delete ID, or cloche delete --all")
+        raise errors.error(
+            "argument_invalid", "which sandbox?", hint="cloche delete ID, or cloche delete --all"
+        )
     for sandbox in wanted:
         server.call("delete", sandbox=sandbox)
     if chosen.json:

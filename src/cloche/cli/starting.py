@@ -15,6 +15,7 @@ from cloche.cli import thin
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import _socket
+    from typing import Any
 
 READY_FD = 3
 _PASSED_ON = ("HOME", "PATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "LOGNAME")
@@ -72,7 +73,7 @@ def _spawn(home: str, shape: str, ready: int) -> None:
     here = os.getcwd()
     # What we import it must import too, from wherever it was installed; but never from the directory we stand in.
     path = [root, *(entry for entry in sys.path if entry[:1] == "/" and entry not in (root, here))]
-    actions = [
+    actions: list[Any] = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
         (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),

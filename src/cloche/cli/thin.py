@@ -11,12 +11,11 @@ Standard input is not touched before the server has started the command: until t
 this process, and the input must not be lost on the way.
 """
 
-import os
-import sys
-
 import _signal  # type: ignore[import-not-found]
 import _socket
+import os
 import select
+import sys
 
 from cloche import __version__, framing
 
@@ -247,8 +246,12 @@ class Session:
         wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         before = _signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         caught = [*_FORWARDED, _signal.SIGWINCH] if self.options.tty else [*_FORWARDED]
-        handlers = [(n, _signal.signal(n, _nothing)) for n in caught if _signal.getsignal(n) != _signal.SIG_IGN]
-        _signal.signal(_signal.SIGTTIN, _signal.SIG_IGN)  # a background job reads nothing, instead of stopping
+        handlers = [
+            (n, _signal.signal(n, _nothing)) for n in caught if _signal.getsignal(n) != _signal.SIG_IGN
+        ]
+        _signal.signal(
+            _signal.SIGTTIN, _signal.SIG_IGN
+        )  # a background job reads nothing, instead of stopping
         try:
             self._send(call("run", self.options.arguments()))
             self._poll.register(wake, select.POLLIN)
@@ -387,7 +390,9 @@ class Session:
         elif self._interrupts == 2:
             self._signal(_signal.SIGKILL, tree=True)
         else:
-            self.error = b'{"code":"connection_lost","message":"interrupted"}'  # the connection's end is the command's
+            self.error = (
+                b'{"code":"connection_lost","message":"interrupted"}'  # the connection's end is the command's
+            )
 
     def _signal(self, number_: int, tree: bool = False) -> None:
         self._control({"signal": number_, "tree": tree})

@@ -9,7 +9,9 @@ from cloche.cli import client, main, output, talk
 
 def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     if verb == "gc":
-        parser.add_argument("--restart", action="store_true", help="also stop the keeper, if no sandbox lives in it")
+        parser.add_argument(
+            "--restart", action="store_true", help="also stop the keeper, if no sandbox lives in it"
+        )
     elif verb == "help":
         parser.add_argument("verb", metavar="VERB", nargs="?", help="the verb to explain")
 
@@ -55,7 +57,9 @@ def _version(chosen: argparse.Namespace) -> int:
     if chosen.json:
         output.as_json(facts)
     else:
-        print(f"cloche {__version__} (protocol {framing.PROTOCOL}, Python {facts['python']}, {facts['system']})")
+        print(
+            f"cloche {__version__} (protocol {framing.PROTOCOL}, Python {facts['python']}, {facts['system']})"
+        )
     return 0
 
 

@@ -296,7 +296,9 @@ class Connection:
             with suppress(errors.ClocheError):
                 report = await self._backend.workspace_report(sandbox)
         code = result.shell_code
-        quiet = kept is None and (code == 0 or not result.denials) and not (report and _says_something(report))
+        quiet = (
+            kept is None and (code == 0 or not result.denials) and not (report and _says_something(report))
+        )
         # The order is part of the protocol: the thin client reads the beginning only.
         self.send(
             framing.RESULT, channel,
