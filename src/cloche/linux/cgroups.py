@@ -522,7 +522,7 @@ class Group:
             self._try_write("pids", "pids.max", allowed)
 
     def _kill_each(self) -> bool:
-        for _ in range(200):
+        for _ in range(2500):  # five seconds: on a busy machine the dying take their time
             members = self.pids()
             if not members:
                 return bool(self._directories)
