@@ -1,6 +1,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -241,3 +243,10 @@ def test_pin(in_child: InChild) -> None:
         assert os.sched_getaffinity(0) == {first}
 
     in_child(work)
+
+
+def test_the_time_of_a_tree_holds_that_of_reaped_children() -> None:
+    before = processes.tree_cpu_ms([os.getpid()])
+    burn = "import time\nwhile time.process_time() < 0.2: pass"
+    subprocess.run([sys.executable, "-I", "-c", burn], check=True)
+    assert processes.tree_cpu_ms([os.getpid()]) - before >= 150

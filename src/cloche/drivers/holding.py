@@ -80,7 +80,8 @@ class HeldMachine(machine.GuestMachine):
                 stats.pids or 0, stats.oom_kills or 0,
             )  # fmt: skip
         pids = processes.descendants(self.host_pid)
-        return interfaces.Usage(processes.tree_pss_mib([self.host_pid, *pids]), 0, 0, len(pids), 0)
+        tree = [self.host_pid, *pids]
+        return interfaces.Usage(processes.tree_pss_mib(tree), 0, processes.tree_cpu_ms(tree), len(pids), 0)
 
     async def pause(self) -> None:
         if self._group is None or not self._group.freeze():
