@@ -193,6 +193,7 @@ LIMIT = "user.max_user_namespaces"
         ("uid_map", errno.EROFS, {}, False, "writing uid_map", "systempaths=unconfined"),
         ("unshare", errno.EPERM, {}, False, "a security module, or this process is in a chroot", LOOK_IN_LOG),
         ("mount in it", errno.EPERM, {}, False, "gives no rights", LOOK_IN_LOG),
+        ("mount in it", errno.EPERM, {}, True, "refuses mount", "--security-opt seccomp"),
     ],
 )
 def test_causes_of_failing_user_namespaces_are_told_apart(

@@ -191,6 +191,8 @@ def _in_own_child(work: Callable[[], None]) -> None:
         raise OSError(code, os.strerror(code))
 
 
+_UNCONFINED = "start the container with a profile that allows it, e.g. --security-opt seccomp=unconfined"
+
 # --- user namespaces ----------------------------------------------------------------------------------------
 
 
@@ -211,11 +213,9 @@ def explain_user_namespaces(
             f"AppArmor restricts user namespaces ({apparmor} is 1)",
             f"sudo sysctl -w {apparmor}=0, or give this program an AppArmor profile with `userns,`",
         )
-    if filtered and outcome.stage in ("", "unshare"):
-        return Reason(
-            "a seccomp filter around this process refuses unshare: it runs in a container",
-            "start the container with a profile that allows it, e.g. --security-opt seccomp=unconfined",
-        )
+    if filtered and outcome.stage in ("", "unshare", "mount in it"):
+        call = "mount" if outcome.stage == "mount in it" else "unshare"
+        return Reason(f"a seccomp filter around this process refuses {call}: it runs in a container", _UNCONFINED)
     if outcome.stage == "uid_map":
         return Reason(
             "writing uid_map is refused: by a security module, or /proc is masked by a container",
@@ -284,6 +284,9 @@ def _judge(name: str, outcome: Outcome, fix: str = "", *, otherwise: str = MISSI
             "this kernel was built without it, or a filter around us hides it",
             fix or "use another kernel",
         )
+    elif outcome.code == errno.EPERM and _is_filtered() and os.geteuid() == 0:
+        # Root is refused by a filter, or by the lack of a capability: containers take both away, and the fix is one.
+        cause, fix = "a seccomp filter around this process may refuse it: it runs in a container", fix or _UNCONFINED
     elif outcome.code in (errno.EPERM, errno.EACCES):
         cause, fix = "not permitted to this user", fix or "run as root, or make user_namespaces work first"
     else:
