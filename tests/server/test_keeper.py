@@ -31,7 +31,7 @@ class Kept:
         (self.home / "c/cloche").mkdir(parents=True, exist_ok=True)
         (self.home / "c/cloche/settings.toml").write_text(settings)
         self.process = self.start()
-        until(lambda: self.path.exists() or self.process.poll() is not None)
+        until(lambda: self.answers() or self.process.poll() is not None)
 
     def start(self):
         environment = {
@@ -41,6 +41,10 @@ class Kept:
         }
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         return subprocess.Popen([sys.executable, "-m", "cloche.cli.keeper"], env=environment)
+
+    def answers(self):
+        with socket.socket(socket.AF_UNIX) as sock:
+            return sock.connect_ex(str(self.path)) == 0
 
     def connect(self):
         """A backend on a connection of its own, unlike the SDK's, which is shared by the process."""
