@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,25 +62,26 @@ class Victim:
                 return
 
     def pids(self) -> dict[str, list[int]]:
-        """Who is who among its descendants: the launcher's parent has gone, so it is found by its command line."""
-        everyone = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        launchers = [pid for pid in everyone if self._is_launcher(pid)]
-        guests = [pid for launcher in launchers for pid in processes.descendants(launcher) if self._parent(pid) == launcher]
-        return {"engine": [self.process.pid], "launcher": launchers, "guest": guests}
+        """Who is who: from a marked process the way up leads over its guest to the launcher, whose own parent is gone."""
+        guests, launchers = set(), set()
+        for pid in self._marked():
+            line = [pid]
+            while (above := self._parent(line[-1])) and _runs_launcher(above):
+                line.append(above)
+            if len(line) > 2:
+                launchers.add(line[-1])
+                guests.add(line[-2])
+        return {"engine": [self.process.pid], "launcher": list(launchers), "guest": list(guests)}
 
-    def _is_launcher(self, pid: int) -> bool:
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            group = os.getpgid(pid)
-        except OSError:
-            return False
-        return b"launcher import main" in line and group == self.process.pid and self._parent_is_not_launcher(pid)
-
-    def _parent_is_not_launcher(self, pid: int) -> bool:
-        try:
-            return b"launcher import main" not in Path(f"/proc/{self._parent(pid)}/cmdline").read_bytes()
-        except OSError:
-            return True
+    def _marked(self) -> list[int]:
+        marked = []
+        for name in os.listdir("/proc"):
+            with suppress(OSError):
+                if name.isdecimal() and Path(f"/proc/{name}/cmdline").read_bytes().startswith(
+                    self.marker.encode() + b"\0"
+                ):
+                    marked.append(int(name))
+        return marked
 
     @staticmethod
     def _parent(pid: int) -> int:
@@ -91,13 +93,9 @@ class Victim:
     def watches(self) -> list[int]:
         """A pidfd of everything that was started from inside its sandboxes."""
         found = []
-        for name in os.listdir("/proc"):
-            if name.isdecimal():
-                try:
-                    if Path(f"/proc/{name}/cmdline").read_bytes().startswith(self.marker.encode() + b"\0"):
-                        found.append(os.pidfd_open(int(name)))
-                except OSError:
-                    continue
+        for pid in self._marked():
+            with suppress(ProcessLookupError):
+                found.append(os.pidfd_open(pid))
         return found
 
     def finish(self) -> None:
@@ -110,6 +108,13 @@ class Victim:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+def _runs_launcher(pid: int) -> bool:
+    try:
+        return b"launcher import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def kill(victim: Victim, whom: list[str]) -> None:
@@ -143,7 +148,9 @@ def sweep(home: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("whom", [["engine"], ["launcher"], ["engine", "launcher"], ["engine", "launcher", "guest"]], ids="+".join)
+@pytest.mark.parametrize(
+    "whom", [["engine"], ["launcher"], ["engine", "launcher"], ["engine", "launcher", "guest"]], ids="+".join
+)
 def test_nothing_survives_sigkill(tmp_path: Path, whom: list[str]) -> None:
     victim = Victim(tmp_path, f"cloche-victim-{random.getrandbits(48):x}")
     try:
