@@ -83,6 +83,20 @@ class Cloche:
             return None
         return pid if b"cloche.cli.keeper" in command else None
 
+    def keepers(self) -> list[int]:
+        """Every process that is or wants to be the keeper of this state directory."""
+        home = f"CLOCHE_HOME={self.state}".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if b"cloche.cli.keeper" in (entry / "cmdline").read_bytes():
+                    found += (
+                        [int(entry.name)] if home in (entry / "environ").read_bytes().split(b"\0") else []
+                    )
+            except OSError:
+                continue
+        return found
+
     def close(self) -> None:
         for process in self.started:
             if process.poll() is None:
@@ -91,9 +105,9 @@ class Cloche:
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
-        pid = self.keeper_pid()
-        if pid is not None:
-            stop(pid)
+        while pids := self.keepers():  # one that is only starting holds no lock yet
+            for pid in pids:
+                stop(pid)
         if self.keeper is not None:
             self.keeper.wait(PATIENCE_S)
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import select
 import signal
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -233,3 +235,20 @@ def test_a_terminated_keeper_ends_what_it_kept(kept):
     assert kept.keeper.wait(50) == 0
     assert not kept.socket.exists()
     assert json.loads(kept("list", "--json").stdout) == []
+
+
+def test_an_engine_in_the_client_ends_with_it(bare, until):
+    mark = f"98765.{random.getrandbits(40)}"
+    process = bare.start("run", "--", "sh", "-c", f"echo ready; exec sleep {mark}")
+    assert process.stdout.readline() == b"ready\n"
+    until(lambda: [words for words in _command_lines() if words[:1] == [b"sleep"] and mark.encode() in words])
+    process.kill()
+    until(lambda: not [words for words in _command_lines() if mark.encode() in words])
+
+
+def _command_lines():
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            yield entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
