@@ -1,6 +1,6 @@
 """Runs as a program: becomes a network namespace, sends its sockets out, and runs commands in it when told.
 
-    python inside.py FD MODE CAPTURE     MODE user | root, CAPTURE nft | routes | explicit
+python inside.py FD MODE CAPTURE     MODE user | root, CAPTURE nft | routes | explicit
 """
 
 import os
@@ -47,7 +47,12 @@ def run(order: "dict[str, object]") -> "dict[str, object]":
     env.update(order["env"])  # type: ignore[call-overload]
     try:
         done = subprocess.run(
-            order["argv"], env=env, capture_output=True, timeout=40, cwd=order["cwd"], stdin=subprocess.DEVNULL
+            order["argv"],
+            env=env,
+            capture_output=True,
+            timeout=40,
+            cwd=order["cwd"],
+            stdin=subprocess.DEVNULL,
         )  # type: ignore[call-overload]
     except subprocess.TimeoutExpired:
         return {"code": -1, "out": "", "err": "the command did not end"}
@@ -62,11 +67,11 @@ def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     enter(sys.argv[2])
     how = sys.argv[3]
-    made = capture.prepare(
-        nft=None if how == "routes" else capture.find_nft(), transparent=how != "explicit"
-    )
+    made = capture.prepare(nft=how != "routes", transparent=how != "explicit")
     roles = [role for role, _ in made.sockets]
-    wire.send(link, {"roles": roles, "how": made.how, "note": made.note}, [one.fileno() for _, one in made.sockets])
+    wire.send(
+        link, {"roles": roles, "how": made.how, "note": made.note}, [one.fileno() for _, one in made.sockets]
+    )
     made.close()
     while (received := wire.receive(link)) is not None:
         wire.send(link, run(received[0]))

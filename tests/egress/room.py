@@ -120,7 +120,9 @@ class Server(http.server.ThreadingHTTPServer):
         self.requests: list[tuple[str, str, str]] = []
         self.port = self.server_address[1]
         self.address = f"127.0.0.1:{self.port}"
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         self._thread.start()
 
     def get_request(self) -> Any:

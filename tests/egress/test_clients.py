@@ -86,12 +86,16 @@ def test_client_is_refused_outside_the_list_and_served_inside(
 
     async def scene() -> None:
         async with room.egress(inside, policy) as egress:
-            refused = await inside.arun(*(part.format(host="denied.test") for part in FETCHERS[client]), proxy=proxy)
+            refused = await inside.arun(
+                *(part.format(host="denied.test") for part in FETCHERS[client]), proxy=proxy
+            )
             assert refused.code != 0
             assert server.connections == 0
             assert (await egress.reported(host="denied.test", verdict="deny")).reason == "not_allowed"
 
-            served = await inside.arun(*(part.format(host="ok.test") for part in FETCHERS[client]), proxy=proxy)
+            served = await inside.arun(
+                *(part.format(host="ok.test") for part in FETCHERS[client]), proxy=proxy
+            )
             assert served.code == 0, served.err
             assert "hello from /file" in served.out
             assert server.requests == [("GET", "/file", "ok.test")]
@@ -100,9 +104,7 @@ def test_client_is_refused_outside_the_list_and_served_inside(
 
 
 @pytest.mark.parametrize("proxy", [False, True], ids=["captured", "proxy-variables"])
-def test_git_clones_inside_the_list_only(
-    proxy: bool, inside: room.Inside, tmp_path: Path
-) -> None:
+def test_git_clones_inside_the_list_only(proxy: bool, inside: room.Inside, tmp_path: Path) -> None:
     """git's dumb HTTP transport: many requests, redirects none; the repository is served as files."""
     git = need("git")
     env = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b",
@@ -124,9 +126,13 @@ def test_git_clones_inside_the_list_only(
     async def scene() -> None:
         policy = make(allow=["git.test"], resolve={"git.test:80": address, "denied.test:80": address})
         async with room.egress(inside, policy):
-            refused = await inside.arun("git", "clone", "-q", "http://denied.test/.git", str(tmp_path / "no"), proxy=proxy)
+            refused = await inside.arun(
+                "git", "clone", "-q", "http://denied.test/.git", str(tmp_path / "no"), proxy=proxy
+            )
             assert refused.code != 0
-            served = await inside.arun("git", "clone", "-q", "http://git.test/.git", str(tmp_path / "yes"), proxy=proxy)
+            served = await inside.arun(
+                "git", "clone", "-q", "http://git.test/.git", str(tmp_path / "yes"), proxy=proxy
+            )
             assert served.code == 0, served.err
             assert (tmp_path / "yes" / ".git" / "HEAD").exists()
 
@@ -153,7 +159,9 @@ def test_tls_reaches_the_named_host_only(
             refused = await inside.arun(*curl, "https://other.test/x")
             assert refused.code != 0
             # An allowed destination with another name in the hello: fronting.
-            fronted = await inside.arun(*curl, "--connect-to", "other.test:443:ok.test:443", "https://other.test/x")
+            fronted = await inside.arun(
+                *curl, "--connect-to", "other.test:443:ok.test:443", "https://other.test/x"
+            )
             assert fronted.code != 0
             await egress.reported(host="ok.test", reason="sni_mismatch")
             assert secure.requests == []
@@ -178,7 +186,11 @@ def test_refusal_is_told_in_band(inside: room.Inside, server: room.Server) -> No
     async def scene() -> None:
         async with room.egress(inside, policy):
             for arguments, error, text in (
-                (["http://nobody.test/"], "blocked-by-allowlist", 'add "nobody.test:80" to policy.network.allow'),
+                (
+                    ["http://nobody.test/"],
+                    "blocked-by-allowlist",
+                    'add "nobody.test:80" to policy.network.allow',
+                ),
                 (["http://bad.test/"], "blocked-by-denylist", "it is not ours"),
                 (["-d", "x=1", "http://ok.test/pub/a"], "blocked-by-method-policy", "methods=GET,HEAD"),
                 (["http://ok.test/private"], "blocked-by-method-policy", "path=/pub"),
@@ -201,7 +213,10 @@ def test_refusal_is_told_in_band(inside: room.Inside, server: room.Server) -> No
 
 
 def test_captured_traffic_on_any_port_and_both_families(inside: room.Inside, server: room.Server) -> None:
-    policy = make(allow=["ok.test:9418", "ok.test:80"], resolve=led(server, "ok.test:9418", "ok.test:80", "ok.test:9419"))
+    policy = make(
+        allow=["ok.test:9418", "ok.test:80"],
+        resolve=led(server, "ok.test:9418", "ok.test:80", "ok.test:9419"),
+    )
     curl = ["curl", "-sS", "-f", "--max-time", "10"]
 
     async def scene() -> None:

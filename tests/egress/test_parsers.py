@@ -67,7 +67,19 @@ def test_bodies_with_two_lengths_are_refused(fields: bytes) -> None:
         http.body_of(head)
 
 
-@pytest.mark.parametrize("body", [b"zz\r\n", b"5\nhello\r\n", b"2\r\nhello\r\n", b"-1\r\n", b"0x5\r\n", b"1 2\r\n", b"5" * 20 + b"\r\n", b"1;" + b"x" * 9000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"zz\r\n",
+        b"5\nhello\r\n",
+        b"2\r\nhello\r\n",
+        b"-1\r\n",
+        b"0x5\r\n",
+        b"1 2\r\n",
+        b"5" * 20 + b"\r\n",
+        b"1;" + b"x" * 9000,
+    ],
+)
 def test_chunks_that_do_not_add_up_are_refused(body: bytes) -> None:
     with pytest.raises(http.BadRequest):
         http.Body(None).feed(body)
@@ -90,7 +102,10 @@ def test_forwarding_drops_what_was_for_the_proxy_and_keeps_the_framing() -> None
     )
     assert head is not None
     sent = http.forward(head, http.proxy_target(head))
-    assert sent == b"POST /x HTTP/1.1\r\nHost: a.org\r\nContent-Length: 3\r\nAccept: */*\r\nConnection: close\r\n\r\n"
+    assert (
+        sent
+        == b"POST /x HTTP/1.1\r\nHost: a.org\r\nContent-Length: 3\r\nAccept: */*\r\nConnection: close\r\n\r\n"
+    )
 
 
 @given(st.text(max_size=3000))
@@ -178,7 +193,15 @@ def handmade(*entries: bytes, count: int = 1) -> bytes:
     names_block = b"".join(b"\x00" + struct.pack(">H", len(entry)) + entry for entry in entries)
     extension = struct.pack(">HHH", 0, len(names_block) + 2, len(names_block)) + names_block
     extensions = extension * count
-    body = b"\x03\x03" + bytes(32) + b"\x00" + b"\x00\x02\x13\x01" + b"\x01\x00" + struct.pack(">H", len(extensions)) + extensions
+    body = (
+        b"\x03\x03"
+        + bytes(32)
+        + b"\x00"
+        + b"\x00\x02\x13\x01"
+        + b"\x01\x00"
+        + struct.pack(">H", len(extensions))
+        + extensions
+    )
     return records(b"\x01" + len(body).to_bytes(3, "big") + body, 16384)
 
 
@@ -191,7 +214,9 @@ def test_hellos_that_are_refused(data: bytes) -> None:
         tls.parse_hello(data)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("pypi.org", "pypi.org"), ("PyPI.org", "pypi.org"), (None, None)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("pypi.org", "pypi.org"), ("PyPI.org", "pypi.org"), (None, None)]
+)
 def test_a_real_hello_names_its_server(name: str | None, expected: str | None) -> None:
     assert tls.parse_hello(hello(name)) == tls.Hello(expected)
 
@@ -219,13 +244,22 @@ def test_any_bytes_are_a_hello_or_more_or_refused(noise: bytes, place: int) -> N
 # ── DNS ──
 
 
-def query(name: bytes, kind: int = 1, *, flags: int = 0x0100, counts: tuple[int, int, int, int] = (1, 0, 0, 0), family: int = 1) -> bytes:
+def query(
+    name: bytes,
+    kind: int = 1,
+    *,
+    flags: int = 0x0100,
+    counts: tuple[int, int, int, int] = (1, 0, 0, 0),
+    family: int = 1,
+) -> bytes:
     labels = b"".join(bytes([len(label)]) + label for label in name.split(b".")) + b"\0"
     return struct.pack(">HHHHHH", 77, flags, *counts) + labels + struct.pack(">HH", kind, family)
 
 
 def ask(packet: bytes, table: dns.NameTable | None = None, *, ipv6: bool = True) -> dns.Answer:
-    return dns.answer(packet, dns.NameTable() if table is None else table, lambda host: host.endswith("ok.org"), ipv6=ipv6)
+    return dns.answer(
+        packet, dns.NameTable() if table is None else table, lambda host: host.endswith("ok.org"), ipv6=ipv6
+    )
 
 
 @pytest.mark.parametrize(("packet", "code"), [
@@ -268,7 +302,10 @@ def test_an_allowed_name_gets_addresses_that_lead_back_to_it() -> None:
         assert v6 in dns.FAKE_V6
         assert (table.host_of(v4), table.host_of(v6)) == (host, host)
         assert names.kind_of(v4) != "public"
-    assert ask(query(b"ok.org", 28), table, ipv6=False).packet == ask(query(b"ok.org", 28), table, ipv6=False).packet
+    assert (
+        ask(query(b"ok.org", 28), table, ipv6=False).packet
+        == ask(query(b"ok.org", 28), table, ipv6=False).packet
+    )
     nothing = ask(query(b"ok.org", 28), table, ipv6=False)
     assert nothing.code == dns.NOERROR
     assert nothing.packet is not None
@@ -285,7 +322,12 @@ def test_the_name_table_forgets_the_least_used_and_gives_no_number_twice_soon() 
     assert len(table) == 3
     assert table.host_of(first) == "a.org"
     assert fourth != first
-    assert [table.host_of(dns.FAKE_V4[number]) for number in (7, 8, 9, 10)] == ["a.org", None, "c.org", "d.org"]
+    assert [table.host_of(dns.FAKE_V4[number]) for number in (7, 8, 9, 10)] == [
+        "a.org",
+        None,
+        "c.org",
+        "d.org",
+    ]
 
 
 @given(st.binary(max_size=600), st.integers(0, 40))

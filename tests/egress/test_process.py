@@ -110,7 +110,9 @@ def test_a_proxy_that_talks_nonsense_is_replaced(lie: bytes) -> None:
             here, there = wire.pair()
             ends.append(there)
             there.send(lie)
-            pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)"], {})
+            pid = os.posix_spawn(
+                sys.executable, [sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)"], {}
+            )
             return process.Spawned(here, pid)
 
         faults: list[str] = []
@@ -134,7 +136,10 @@ def test_attaching_many_at_once_while_it_starts() -> None:
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
         try:
             await asyncio.gather(
-                *(egress.attach(f"s{number}", [("proxy", one)], make()) for number, one in enumerate(listeners))
+                *(
+                    egress.attach(f"s{number}", [("proxy", one)], make())
+                    for number, one in enumerate(listeners)
+                )
             )
             for one in listeners:
                 reader, writer = await asyncio.open_connection(*one.getsockname())
@@ -159,7 +164,9 @@ def test_large_rule_sets_arrive() -> None:
         egress = process.EgressProcess()
         listener = socket.create_server(("127.0.0.1", 0))
         try:
-            await egress.attach("s1", [("proxy", listener)], make(deny=[f"host-{n}.example.org" for n in range(20_000)]))
+            await egress.attach(
+                "s1", [("proxy", listener)], make(deny=[f"host-{n}.example.org" for n in range(20_000)])
+            )
         finally:
             await egress.aclose()
             listener.close()
@@ -167,13 +174,17 @@ def test_large_rule_sets_arrive() -> None:
     asyncio.run(scene())
 
 
-def test_the_proxy_does_not_stay_root_and_sees_nothing_of_the_callers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_does_not_stay_root_and_sees_nothing_of_the_callers_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "do-not-tell")
 
     async def scene() -> None:
         async with room.egress() as egress:
             proc = Path(f"/proc/{egress.process.pid}")
-            status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line)
+            status = dict(
+                line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
+            )
             if os.geteuid() == 0:
                 assert status["Uid"].split() == ["65534"] * 4
                 assert status["Groups"].split() == []

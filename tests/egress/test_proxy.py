@@ -40,7 +40,8 @@ class World:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         await self.tell({"op": "configure", "options": msgspec.to_builtins(options)})
         await self.tell(
-            {"op": "attach", "sandbox": "s1", "sockets": ["proxy"], "rules": policy.to_builtins()}, [self.listener.fileno()]
+            {"op": "attach", "sandbox": "s1", "sockets": ["proxy"], "rules": policy.to_builtins()},
+            [self.listener.fileno()],
         )
 
     async def end(self) -> None:
@@ -173,13 +174,19 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
 def test_answers_that_lead_inward_are_dropped_and_never_dialled() -> None:
     async def scene() -> None:
         async with Peer(echo) as peer, world(make(allow=["evil.test", "mixed.test"]), connect_s=1) as one:
-            one.names = {"evil.test": ["127.0.0.1", "10.0.0.1", "::1"], "mixed.test": ["127.0.0.1", "240.0.0.1"]}
+            one.names = {
+                "evil.test": ["127.0.0.1", "10.0.0.1", "::1"],
+                "mixed.test": ["127.0.0.1", "240.0.0.1"],
+            }
             for host in one.names:
                 reader, _ = await one.client(f"CONNECT {host}:{peer.port} HTTP/1.1\r\n\r\n".encode())
                 assert b"X-Proxy-Error: blocked-by-policy" in await everything(reader)
             assert one.reasons() == ["private_address"] * 2
             assert peer.visits == 0
-            assert one.lookups == ["evil.test", "mixed.test"]  # once each: what was checked is what would be dialled
+            assert one.lookups == [
+                "evil.test",
+                "mixed.test",
+            ]  # once each: what was checked is what would be dialled
 
     run(scene)
 
@@ -227,7 +234,10 @@ def test_inside_a_tunnel_nobody_else_is_reached(sent: bytes, reason: str) -> Non
         async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             seen.extend(await reader.read())
 
-        async with Peer(note) as peer, world(make(allow=["ok.test"], resolve={"ok.test:9000": peer.address})) as one:
+        async with (
+            Peer(note) as peer,
+            world(make(allow=["ok.test"], resolve={"ok.test:9000": peer.address})) as one,
+        ):
             reader, writer = await one.tunnel("ok.test", 9000)
             writer.write(sent)
             answer = await everything(reader)
@@ -378,7 +388,7 @@ def test_memory_does_not_grow_with_the_body() -> None:
             assert talk._relay is not None
             down = talk._relay.down
             async with asyncio.timeout(20):
-                while not (down._held or down._piped):  # until it is held back
+                while not (down._held or down._piped):  # noqa: ASYNC110 (until it is held back)
                     await asyncio.sleep(0.01)
             assert len(down._held) <= 256 * 1024
             assert down._piped <= 1 << 20
@@ -470,7 +480,9 @@ def test_a_websocket_opens_after_the_server_agrees() -> None:
         async def chat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             head = await reader.readuntil(b"\r\n\r\n")
             assert b"Upgrade: websocket" in head
-            writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n\x81\x02hi")
+            writer.write(
+                b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n\x81\x02hi"
+            )
             await echo(reader, writer)
 
         async with served(chat) as (_, one):
@@ -569,11 +581,20 @@ def test_failures_of_servers_are_told_apart() -> None:
         for one_filler in filler:
             one_filler.setblocking(False)
             one_filler.connect_ex(full.getsockname())
-        resolve = {"closed.test:80": f"127.0.0.1:{port}", "full.test:80": f"127.0.0.1:{full.getsockname()[1]}"}
+        resolve = {
+            "closed.test:80": f"127.0.0.1:{port}",
+            "full.test:80": f"127.0.0.1:{full.getsockname()[1]}",
+        }
         policy = make(allow=["closed.test", "full.test", "unknown.test"], resolve=resolve)
         async with world(policy, connect_s=0.5) as one:
-            for host, status, error in (("closed", 502, "refused"), ("full", 504, "timeout"), ("unknown", 502, "dns")):
-                reader, _ = await one.client(f"GET http://{host}.test/ HTTP/1.1\r\nHost: {host}.test\r\n\r\n".encode())
+            for host, status, error in (
+                ("closed", 502, "refused"),
+                ("full", 504, "timeout"),
+                ("unknown", 502, "dns"),
+            ):
+                reader, _ = await one.client(
+                    f"GET http://{host}.test/ HTTP/1.1\r\nHost: {host}.test\r\n\r\n".encode()
+                )
                 answer = (await everything(reader)).decode()
                 assert answer.startswith(f"HTTP/1.1 {status} "), answer
                 assert f"X-Proxy-Error: upstream-{error}\r\n" in answer
@@ -648,7 +669,9 @@ def test_everything_public_goes_through_the_parent() -> None:
             await echo(reader, writer)
 
         async with Peer(parent) as above, Peer(echo) as near:
-            policy = make(allow=["ok.test", "forbidden.test", "near.test"], resolve={"near.test:9000": near.address})
+            policy = make(
+                allow=["ok.test", "forbidden.test", "near.test"], resolve={"near.test:9000": near.address}
+            )
             async with world(policy, parent=f"http://u:p%40@{above.address}") as one:
                 denied, _ = await one.client(b"CONNECT evil.test:9000 HTTP/1.1\r\n\r\n")
                 assert (await everything(denied)).startswith(b"HTTP/1.1 403 ")

@@ -38,20 +38,32 @@ def test_mistakes_are_refused_with_their_text(text: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("text", ["169.254.169.254", "fd00:ec2::254", "metadata.google.internal:80", "host.cloche.internal"])
+@pytest.mark.parametrize(
+    "text", ["169.254.169.254", "fd00:ec2::254", "metadata.google.internal:80", "host.cloche.internal"]
+)
 def test_what_can_never_be_allowed_is_said_when_it_is_written(text: str) -> None:
     with pytest.raises(errors.ClocheError):
         make(allow=[text])
     make(deny=[text])
 
 
-@pytest.mark.parametrize("table", [{"host": "a.org", "colour": 1}, {"port": 3}, {"host": "a.org", "port": "x"}, {"host": "a.org", "methods": ["G T"]}])
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"host": "a.org", "colour": 1},
+        {"port": 3},
+        {"host": "a.org", "port": "x"},
+        {"host": "a.org", "methods": ["G T"]},
+    ],
+)
 def test_a_table_with_a_mistake_is_refused(table: dict[str, object]) -> None:
     with pytest.raises(errors.ClocheError):
         make(allow=[table])
 
 
-@pytest.mark.parametrize("pair", [("a.org", "1.2.3.4:5"), ("a.org:1", "b.org:1"), ("a.org:1", "1.2.3.4"), ("a.org:1", "[::1]")])
+@pytest.mark.parametrize(
+    "pair", [("a.org", "1.2.3.4:5"), ("a.org:1", "b.org:1"), ("a.org:1", "1.2.3.4"), ("a.org:1", "[::1]")]
+)
 def test_resolve_needs_ports_and_an_address(pair: tuple[str, str]) -> None:
     with pytest.raises(errors.ClocheError):
         make(resolve=dict([pair]))
@@ -123,7 +135,22 @@ def test_the_most_specific_rule_counts() -> None:
     assert str(decide(policy, "x.org").rule) == "**.x.org"
 
 
-@pytest.mark.parametrize("path", ["/pub/../etc", "/pub/%2e%2e/etc", "/pub/..%2fetc", "/pub//x", "/pub/.", "/pub\\x", "/pub/%252e", "/pub;x/y", "/public", "/", "/%2570ub"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/pub/../etc",
+        "/pub/%2e%2e/etc",
+        "/pub/..%2fetc",
+        "/pub//x",
+        "/pub/.",
+        "/pub\\x",
+        "/pub/%252e",
+        "/pub;x/y",
+        "/public",
+        "/",
+        "/%2570ub",
+    ],
+)
 def test_paths_that_could_be_read_differently_are_not_below(path: str) -> None:
     policy = make(allow=["a.org path=/pub"])
     assert not decide(policy, "a.org", 80, "http", "GET", path).allowed
@@ -137,7 +164,13 @@ def test_paths_below_are_below(path: str) -> None:
 
 def test_a_denied_path_is_denied_also_when_it_cannot_be_seen() -> None:
     policy = make("open", deny=["a.org path=/secret"])
-    for seen in (("http", "GET", "/secret/x"), ("http", "GET", "/x/../secret"), ("http", "GET", "/%73ecret"), ("tls",), ("tcp",)):
+    for seen in (
+        ("http", "GET", "/secret/x"),
+        ("http", "GET", "/x/../secret"),
+        ("http", "GET", "/%73ecret"),
+        ("tls",),
+        ("tcp",),
+    ):
         assert decide(policy, "a.org", 80, *seen).reason == "denied", seen
     assert decide(policy, "a.org", 80, "http", "GET", "/open").allowed
     assert decide(policy, "a.org", 80, "connect").allowed
@@ -159,7 +192,23 @@ def test_a_deny_rule_for_one_port_does_not_hide_the_name() -> None:
 # ── after resolution ──
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "127.0.0.1", "169.254.1.1", "::1", "fe80::1", "fd00::1", "::ffff:10.0.0.1", "0.0.0.0", "224.0.0.1", "198.18.0.1", "64:ff9b::a00:1", "fe80::1%eth0"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "10.0.0.1",
+        "127.0.0.1",
+        "169.254.1.1",
+        "::1",
+        "fe80::1",
+        "fd00::1",
+        "::ffff:10.0.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "198.18.0.1",
+        "64:ff9b::a00:1",
+        "fe80::1%eth0",
+    ],
+)
 def test_a_name_that_resolves_inward_is_refused_in_every_mode(address: str) -> None:
     for policy in (make(allow=["a.org"]), make("open")):
         assert not rules.check_address(policy, "a.org", address, 443).allowed
@@ -224,7 +273,12 @@ def test_networks_match_as_ipaddress_says(base: int, length: int, value: int) ->
     network = ipaddress.ip_network((base, length), strict=False)
     address = ipaddress.IPv4Address(value)
     kind = names.kind_of(address)
-    decision = decide(make(allow=[{"host": str(network)}]) if str(network) not in map(str, map(ipaddress.ip_network, map(str, names.METADATA_ADDRESSES))) else make(), str(address))
+    decision = decide(
+        make(allow=[{"host": str(network)}])
+        if str(network) not in map(str, map(ipaddress.ip_network, map(str, names.METADATA_ADDRESSES)))
+        else make(),
+        str(address),
+    )
     assert decision.allowed == (address in network and kind != "metadata")
 
 
@@ -232,7 +286,13 @@ def test_networks_match_as_ipaddress_says(base: int, length: int, value: int) ->
 def test_every_spelling_of_an_address_is_the_same_address(value: int) -> None:
     plain = str(ipaddress.IPv4Address(value))
     parts = plain.split(".")
-    for text in (str(value), hex(value), f"0{value:o}", ".".join(hex(int(part)) for part in parts), f"::ffff:{plain}"):
+    for text in (
+        str(value),
+        hex(value),
+        f"0{value:o}",
+        ".".join(hex(int(part)) for part in parts),
+        f"::ffff:{plain}",
+    ):
         assert names.canonical(text) == plain
 
 

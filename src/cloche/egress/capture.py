@@ -3,7 +3,7 @@
 Called once in a fresh network namespace by somebody with privilege over it, before the sandbox's first program:
 
     capture.prepare()                 nftables: every TCP connection, whatever its port, ends at one listener
-    capture.prepare(nft=None)         no nftables: listeners on 80 and 443, and `Capture.how` says "routes"
+    capture.prepare(nft=False)        no nftables: listeners on 80 and 443, and `Capture.how` says "routes"
     capture.prepare(transparent=False)  the explicit proxy only
 
     127.0.0.1:3128       HTTP proxy and SOCKS5 on one port: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY point here
@@ -19,18 +19,18 @@ SO_ORIGINAL_DST, without nftables from getsockname().
 Without nftables the sandbox's own servers cannot use ports 80 and 443, other ports than those are refused at connect,
 and DNS answers at every address (the socket is then bound to 0.0.0.0:53).
 
-Measured on a 2-core VM, Linux 6.18: sockets and routes 0.2 ms, `nft -f -` 4–7 ms more, almost all of it starting nft; it
-belongs to the namespaces that are made ahead of need.
+Measured on a busy 2-core VM, Linux 6.18, as root and as an ordinary user in a namespace of its own: routes 0.06 ms, rules
+0.33 ms, sockets 0.10 ms.
 
 Standard library only: the launcher imports this.
 """
 
 import errno
 import os
-import shutil
 import socket
 import struct
-import subprocess
+
+from cloche.egress import nftables
 
 PROXY_PORT = 3128
 CAPTURE_PORT = 15001
@@ -69,65 +69,30 @@ class Capture:
             one.close()
 
 
-def find_nft() -> "str | None":
-    """The nft program; looked for where it is installed also when PATH has no sbin."""
-    return shutil.which("nft", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin")
-
-
-def prepare(*, nft: "str | None" = "find", transparent: bool = True) -> Capture:
+def prepare(*, nft: bool = True, transparent: bool = True) -> Capture:
     """Sockets, routes and rules of this network namespace. Loopback must be up; whatever fails leaves no socket open."""
     if not transparent:
-        return Capture([("proxy", _tcp(PROXY_PORT, loopback=True))], "explicit", "clients must use the proxy variables")
-    program = find_nft() if nft == "find" else nft
+        return Capture(
+            [("proxy", _tcp(PROXY_PORT, loopback=True))], "explicit", "clients must use the proxy variables"
+        )
     add_routes()
-    why = "nft is not installed"
-    if program is not None:
+    why = "nftables was not wanted"
+    if nft:
         try:
-            apply_nft(program, ruleset())
+            nftables.load(CAPTURE_PORT, DNS_PORT)
+        except OSError as problem:
+            why = f"nftables: {problem.strerror or problem}"
+        else:
             return Capture(_open([("transparent", CAPTURE_PORT)], dns_host="127.0.0.1"), "nft")
-        except CaptureError as problem:
-            if problem.step != "nftables":
-                raise
-            why = str(problem)
     note = f"only ports 80 and 443 are captured, and servers inside cannot use them ({why})"
-    return Capture(_open([("transparent", port) for port in FALLBACK_PORTS], dns_host="0.0.0.0"), "routes", note)
+    return Capture(
+        _open([("transparent", port) for port in FALLBACK_PORTS], dns_host="0.0.0.0"), "routes", note
+    )
 
 
 def ruleset() -> str:
-    """The nftables rules of a sandbox's namespace, as `nft -f -` takes them; applied in one transaction."""
-    return f"""\
-table inet cloche {{
-    chain capture {{
-        type nat hook output priority -100; policy accept;
-        ip daddr 127.0.0.0/8 return
-        ip6 daddr ::1 return
-        meta l4proto tcp redirect to :{CAPTURE_PORT}
-        meta nfproto ipv4 udp dport 53 redirect to :{DNS_PORT}
-    }}
-    chain rest {{
-        type filter hook output priority 0; policy drop;
-        ip daddr 127.0.0.0/8 accept
-        ip6 daddr ::1 accept
-        ct state established,related accept
-        reject with icmpx type admin-prohibited
-    }}
-}}
-"""
-
-
-def apply_nft(program: str, text: str) -> None:
-    """Load rules into this namespace."""
-    try:
-        # SAFETY: touches the network namespace of the calling process only, which the caller made for one sandbox;
-        # the program's environment is empty. tests/egress/test_capture.py::test_rules_stay_in_their_namespace
-        done = subprocess.run(
-            [program, "-f", "-"], input=text.encode(), capture_output=True, env={}, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        raise CaptureError("nftables", str(problem)) from problem
-    if done.returncode != 0:
-        told = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise CaptureError("nftables", told[0][:200] if told else f"nft ended with {done.returncode}")
+    """The nftables rules of a sandbox's namespace, as `nft list ruleset` shows them."""
+    return nftables.text(CAPTURE_PORT, DNS_PORT)
 
 
 def add_routes() -> None:
@@ -138,7 +103,10 @@ def add_routes() -> None:
     except CaptureError as problem:
         # A kernel without IPv6 cannot dial it either.
         cause = problem.__cause__
-        if not (isinstance(cause, OSError) and cause.errno in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP, errno.ENETDOWN)):
+        if not (
+            isinstance(cause, OSError)
+            and cause.errno in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP, errno.ENETDOWN)
+        ):
             raise
 
 

@@ -39,7 +39,12 @@ _ERRORS = {
     "method_not_allowed": "blocked-by-method-policy",
     "uninspectable": "blocked-by-method-policy",
 }
-_SOCKS_FAILURES = {"refused": socks.REFUSED, "timeout": socks.HOST, "dns": socks.HOST, "unreachable": socks.NETWORK}
+_SOCKS_FAILURES = {
+    "refused": socks.REFUSED,
+    "timeout": socks.HOST,
+    "dns": socks.HOST,
+    "unreachable": socks.NETWORK,
+}
 _Speech = Literal["", "http", "socks", "tls"]
 
 
@@ -188,9 +193,13 @@ class Conversation:
             async with asyncio.timeout(self._limits.header_s):
                 await self._check_hello()
         elif self._request.port == 443:
-            raise self._refusal("not_tls", "what was sent to port 443 is not TLS; a rule with `raw` lets it through")
+            raise self._refusal(
+                "not_tls", "what was sent to port 443 is not TLS; a rule with `raw` lets it through"
+            )
         elif self._request.port == 80:
-            raise self._refusal("not_http", "what was sent to port 80 is not HTTP/1; a rule with `raw` lets it through")
+            raise self._refusal(
+                "not_http", "what was sent to port 80 is not HTTP/1; a rule with `raw` lets it through"
+            )
         self._decide(kind)
         if self._server is None:
             await self._dial()
@@ -229,7 +238,9 @@ class Conversation:
         elif hello.name is None:
             raise self._refusal("sni_missing", f"the TLS hello names no server; it must name {host}")
         elif hello.name != host:
-            raise self._refusal("sni_mismatch", f"the TLS hello names {hello.name}, the connection goes to {host}")
+            raise self._refusal(
+                "sni_mismatch", f"the TLS hello names {hello.name}, the connection goes to {host}"
+            )
 
     async def _one_request(self) -> None:
         """A plain HTTP request for a known destination."""
@@ -272,7 +283,9 @@ class Conversation:
             if parsed is None:
                 piece = await self._loop.sock_recv(self._server, 65536)
                 if not piece:
-                    raise upstream.DialFailed("reset", f"{self._request.host} closed the connection without an answer")
+                    raise upstream.DialFailed(
+                        "reset", f"{self._request.host} closed the connection without an answer"
+                    )
                 connection.last = self._loop.time()
                 data += piece
             elif parsed.status == 101:
@@ -470,7 +483,9 @@ class Conversation:
         if isinstance(problem, relay.TooMuch) and self._decision is not None:
             rule = self._decision.rule
             self._record(
-                rules.Decision("deny", rule, "policy.network.allow", "upload_limit", "the rule's upload cap was reached"),
+                rules.Decision(
+                    "deny", rule, "policy.network.allow", "upload_limit", "the rule's upload cap was reached"
+                ),
                 "decided",
             )
             self._outcome = "upload_limit"

@@ -82,7 +82,9 @@ class NameTable:
         return number
 
     def _free(self) -> int:
-        while self._next in (0, _SIZE - 1) or self._next in self._hosts:  # network and broadcast look odd to clients
+        while (
+            self._next in (0, _SIZE - 1) or self._next in self._hosts
+        ):  # network and broadcast look odd to clients
             self._next = (self._next + 1) % _SIZE
         number = self._next
         self._next = (number + 1) % _SIZE
@@ -122,7 +124,9 @@ def answer(packet: bytes, table: NameTable, may: Callable[[str], bool], *, ipv6:
     if query.kind == AAAA and ipv6:
         return Answer(_respond(query, NOERROR, table.v6(query.host).packed), query.host, NOERROR)
     if query.kind in (AAAA, SVCB, HTTPS):
-        return Answer(_respond(query, NOERROR), query.host, NOERROR)  # the name exists, such a record does not
+        return Answer(
+            _respond(query, NOERROR), query.host, NOERROR
+        )  # the name exists, such a record does not
     return Answer(_respond(query, REFUSED), query.host, REFUSED)
 
 

@@ -32,7 +32,15 @@ _STATUS = re.compile(rb"HTTP/1\.[01] ([1-9][0-9][0-9])( |\Z)")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\x20-\x7e\t]*)?\Z")
 _HOP_BY_HOP = {b"connection", b"proxy-connection", b"keep-alive", b"proxy-authorization", b"te", b"upgrade"}
 # A Connection field that names one of these would take the framing away from the next reader.
-_NEVER_DROPPED = {b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"cookie", b"expect"}
+_NEVER_DROPPED = {
+    b"host",
+    b"content-length",
+    b"transfer-encoding",
+    b"content-type",
+    b"authorization",
+    b"cookie",
+    b"expect",
+}
 
 
 class BadRequest(ValueError):
@@ -149,7 +157,9 @@ def proxy_target(head: Head) -> Target:
 def _absolute(head: Head) -> Target:
     scheme, mark, rest = head.target.partition("://")
     if not mark:
-        raise BadRequest("this is a proxy: the request needs an absolute address (http://host/path) or CONNECT")
+        raise BadRequest(
+            "this is a proxy: the request needs an absolute address (http://host/path) or CONNECT"
+        )
     if scheme.lower() != "http":
         raise BadRequest(f"a proxy does not speak {scheme[:16]}:// for you; use CONNECT", 501)
     end = next((place for place, mark in enumerate(rest) if mark in "/?#"), len(rest))
@@ -238,7 +248,9 @@ def forward(head: Head, target: Target) -> bytes:
         shown = f"[{target.host}]" if ":" in target.host else target.host
         lines.append(f"Host: {shown}{'' if target.port == 80 else f':{target.port}'}".encode())
     lines += [name + b": " + value for name, value in head.fields if name.lower() not in dropped]
-    lines += [b"Connection: Upgrade", b"Upgrade: websocket"] if head.wants_websocket else [b"Connection: close"]
+    lines += (
+        [b"Connection: Upgrade", b"Upgrade: websocket"] if head.wants_websocket else [b"Connection: close"]
+    )
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
@@ -260,7 +272,9 @@ def parse_response(data: bytes | bytearray) -> ResponseHead | None:
 def answer_once(head: bytes) -> bytes:
     """A final response's head, telling the client that the connection ends with it."""
     status, *lines = head[:-4].split(b"\r\n")
-    kept = [line for line in lines if line.partition(b":")[0].strip().lower() not in _HOP_BY_HOP - {b"upgrade"}]
+    kept = [
+        line for line in lines if line.partition(b":")[0].strip().lower() not in _HOP_BY_HOP - {b"upgrade"}
+    ]
     return b"\r\n".join([status, *kept, b"Connection: close"]) + b"\r\n\r\n"
 
 
@@ -356,7 +370,9 @@ def body_of(head: Head) -> Body:
     lengths, codings = head.values(b"content-length"), head.values(b"transfer-encoding")
     if codings:
         if lengths or head.version == "HTTP/1.0" or [coding.lower() for coding in codings] != [b"chunked"]:
-            raise BadRequest("the body's length is given in more than one way, or in a way that is not spoken here")
+            raise BadRequest(
+                "the body's length is given in more than one way, or in a way that is not spoken here"
+            )
         return Body(None)
     if not lengths:
         return Body(0)

@@ -312,7 +312,9 @@ class EgressProcess:
         if report.done is not None:
             answer.set_result(None)
         else:
-            answer.set_exception(errors.error("internal_error", f"the egress process refused an order: {report.error}"))
+            answer.set_exception(
+                errors.error("internal_error", f"the egress process refused an order: {report.error}")
+            )
 
 
 async def _writable(loop: asyncio.AbstractEventLoop, link: socket.socket) -> None:

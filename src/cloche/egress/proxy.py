@@ -54,7 +54,11 @@ class Sandbox:
 
 class Proxy:
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, control: socket.socket, *, resolver: upstream.Resolver | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        control: socket.socket,
+        *,
+        resolver: upstream.Resolver | None = None,
     ) -> None:
         self.loop = loop
         self.options = records.Options()
@@ -238,7 +242,9 @@ class Proxy:
                 packet, peer = one.recvfrom(dns.MAX_QUERY + 1)
             except OSError:
                 return
-            answer = dns.answer(packet, sandbox.table, lambda host: self._may(sandbox, host), ipv6=sandbox.ipv6)
+            answer = dns.answer(
+                packet, sandbox.table, lambda host: self._may(sandbox, host), ipv6=sandbox.ipv6
+            )
             if answer.packet is not None:
                 try:
                     one.sendto(answer.packet, peer)
@@ -312,7 +318,9 @@ def load_lazy_modules() -> None:
 
 def main(fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's: it closes our socket when it ends
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # a terminal's Ctrl-C is the engine's: it closes our socket when it ends
     load_lazy_modules()
     control = socket.socket(fileno=fd)
     with asyncio.Runner() as runner:
@@ -320,7 +328,6 @@ def main(fd: int) -> None:
         give_up_privilege()
         gc.freeze()
         runner.run(serve(control))
-
 
 
 if __name__ == "__main__":

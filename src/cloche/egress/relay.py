@@ -24,6 +24,7 @@ _VIEW = memoryview(_BUFFER)
 _SPLICE_AFTER = 1024 * 1024
 _PIPE_BYTES = 1024 * 1024
 _F_SETPIPE_SZ = 1031
+_TURNS = 8  # how often one direction goes on before others get theirs
 _SPLICE_FLAGS = 1 | 2  # SPLICE_F_MOVE | SPLICE_F_NONBLOCK
 _DRAINED = 64 * 1024
 
@@ -209,24 +210,31 @@ class Pump:
     # ── by splice ───────────────────────────────────────────────────────────────────────────────
 
     def _splice_in(self) -> None:
+        for _ in range(_TURNS):
+            if not self._splice_once():
+                return
+
+    def _splice_once(self) -> bool:
+        """One pipe's fill; whether it is worth trying again at once."""
         assert self._pipe is not None
         try:
             count = os.splice(self._source.fileno(), self._pipe[1], _PIPE_BYTES, flags=_SPLICE_FLAGS)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError as problem:
             self._relay.end(problem)
-            return
+            return False
         self._relay.last = self._loop.time()
         if count == 0:
             self._end_of_source()
-            return
+            return False
         self.total += count
         self._piped += count
         self._splice_out()
         if self._piped and not self.done:
             self._loop.remove_reader(self._source)
             self._loop.add_writer(self._sink, self._splice_on)
+        return not self._piped and not self.done
 
     def _splice_out(self) -> None:
         assert self._pipe is not None

@@ -126,7 +126,9 @@ class Decision(NamedTuple):
         return self.verdict == "allow"
 
 
-class RuleSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+class RuleSet(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True
+):
     """All that decides about one sandbox's network."""
 
     mode: Mode = "off"
@@ -236,7 +238,9 @@ def decide(rules: RuleSet, request: Request) -> Decision:
     except names.BadHost as problem:
         return _deny("built-in", "name_invalid", f"{problem}; write the host's plain name")
     if rules.mode == "off":
-        return _deny("policy.network", "network_off", 'the sandbox has no network; use network="rules" and allow')
+        return _deny(
+            "policy.network", "network_off", 'the sandbox has no network; use network="rules" and allow'
+        )
     if host != request.host:
         request = request._replace(host=host)
     if names.is_address(host):
@@ -398,7 +402,11 @@ def _metadata(host: str) -> Decision:
 
 def _not_allowed(request: Request, nearest: Rule | None, unseen: bool) -> Decision:
     where = f"[{request.host}]" if ":" in request.host else request.host
-    add = f'add "{where}:{request.port}" to policy.network.allow' if request.port else f'add "{where}" to policy.network.allow'
+    add = (
+        f'add "{where}:{request.port}" to policy.network.allow'
+        if request.port
+        else f'add "{where}" to policy.network.allow'
+    )
     if nearest is None:
         return _deny("policy.network.allow", "not_allowed", add)
     if nearest.port not in (None, request.port):
@@ -478,7 +486,9 @@ def _options(text: str, words: list[str]) -> dict[str, Any]:
         elif word == "raw":
             found["raw"] = True
         elif word:
-            raise _bad(text, f"{word!r} is not an option; there are methods=, path=, upload_bytes=, raw, reason=")
+            raise _bad(
+                text, f"{word!r} is not an option; there are methods=, path=, upload_bytes=, raw, reason="
+            )
     return found
 
 
@@ -495,7 +505,9 @@ def _canonical_target(host: str) -> str:
         # In a rule an odd spelling is a mistake or a trap for the next reader.
         raise _bad(host, f"this address is written {made}")
     if made == "localhost" or made.endswith(".localhost"):
-        raise _bad(host, f"the host's loopback is {names.HOST_LOOPBACK}:PORT; the sandbox's own needs no rule")
+        raise _bad(
+            host, f"the host's loopback is {names.HOST_LOOPBACK}:PORT; the sandbox's own needs no rule"
+        )
     return made
 
 
