@@ -187,7 +187,6 @@ def test_a_dangerous_call_has_no_effect(
     expected = 0 if profile == "permissive" and name in _OPEN_WHERE_PERMISSIVE and _X86 else -1
     assert (result, unchanged) == (expected, True)
     assert os.uname().nodename != "canary"
-    assert boxes[profile].exec("true").exit_code == 0
 
 
 TWINS = {

@@ -53,7 +53,6 @@ def test_a_host_process_cannot_be_reached(
     assert os.sched_getaffinity(canary_process.pid) == cpus
     assert Path(f"/proc/{canary_process.pid}/limits").read_text() == limits
     assert Path(f"/proc/{canary_process.pid}/oom_score_adj").read_text() == score
-    assert boxes[profile].works()
 
 
 def test_every_host_process_survives_a_sweep_of_signals(canary_process: glass.CanaryProcess) -> None:
@@ -144,7 +143,7 @@ def test_the_first_process_cannot_be_traced(boxes: dict[str, glass.Box], profile
     "number", [*(n.value for n in signal.Signals if n.name not in ("SIGRTMIN", "SIGRTMAX"))]
 )
 def test_the_first_process_survives_every_signal(shared: glass.Box, user: str, number: int) -> None:
-    shared.python("tried(lambda: os.kill(1, int(sys.argv[1])))", str(number), user=user)
+    shared.exec(["bash", "-c", f"kill -{number} 1"], user=user)
     assert shared.works()
 
 

@@ -140,18 +140,19 @@ def test_uid_ranges_differ(pair: Pair) -> None:
 
 
 def test_nobody_inside_is_root_outside(pair: Pair) -> None:
-    running = pair[0].start(["bash", "-c", "echo up; exec -a uid-canary sleep 1000"])
+    token = "uid-" + secrets.token_hex(8)
+    running = pair[0].start(["bash", "-c", "echo up; read line", token])
     glass.until(running, b"up")
-    found = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _is(p, b"uid-canary")]
+    found = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _has(p, token)]
     owners = {p.stat().st_uid for p in found}
     glass.wait(running.kill())
     assert len(found) == 1
     assert owners.isdisjoint({0})
 
 
-def _is(process: Path, name: bytes) -> bool:
+def _has(process: Path, argument: str) -> bool:
     try:
-        return (process / "cmdline").read_bytes().startswith(name + b"\0")
+        return f"\0{argument}\0".encode() in (process / "cmdline").read_bytes()
     except OSError:
         return False
 
