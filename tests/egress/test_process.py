@@ -159,11 +159,17 @@ def test_attaching_many_at_once_while_it_starts() -> None:
     asyncio.run(scene())
 
 
-def test_large_rule_sets_arrive() -> None:
+def test_large_rule_sets_arrive_and_absurd_ones_are_refused() -> None:
     async def scene() -> None:
         egress = process.EgressProcess()
         listener = socket.create_server(("127.0.0.1", 0))
         try:
+            with pytest.raises(errors.ClocheError) as caught:
+                await egress.attach(
+                    "s1", [("proxy", listener)], make(deny=["a.org reason=" + "x" * (3 << 20)])
+                )
+            assert caught.value.code == "policy_invalid"
+            assert egress.pid == 0
             await egress.attach(
                 "s1", [("proxy", listener)], make(deny=[f"host-{n}.example.org" for n in range(20_000)])
             )

@@ -456,15 +456,18 @@ class Conversation:
     # ── the server's side, and the end ──────────────────────────────────────────────────────────
 
     async def _dial(self) -> None:
-        decision = self._decision
+        policy, decision = self._rules, self._decision
         assert decision is not None
-        dialled = await self._proxy.dialler.dial(
-            self._rules, self._request.host, self._request.port, self._sandbox.lookups
-        )
+        request = self._request
+        dialled = await self._proxy.dialler.dial(policy, request.host, request.port, self._sandbox.lookups)
+        self._server, self._address, self._leftover = dialled
+        if (
+            policy is not self._rules
+        ):  # they changed while it was dialled, and the address was judged by the old ones
+            self.reconsider()
         if self._ended:
             relay.close(self._loop, dialled.socket)
             raise _Gone
-        self._server, self._address, self._leftover = dialled
         self._record(decision, "decided")
 
     def _open_relay(self) -> relay.Relay:

@@ -34,6 +34,7 @@ _PROGRAM = "import sys; sys.path[:0] = {path!r}; from cloche.egress.proxy import
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _STEADY_S = 5.0  # one that lived so long is started again at once
 _ANSWER_S = 15.0
+_MAX_RULES = 2 * 1024 * 1024
 
 _decoder = msgspec.json.Decoder(records.Report)
 
@@ -126,8 +127,9 @@ class EgressProcess:
         """Serve a sandbox's listeners (role, socket). The sockets are duplicated; the caller closes his own."""
         if sandbox in self._attached:
             await self.detach(sandbox)
+        described = _described(policy)
         fds = tuple(os.dup(one if isinstance(one, int) else one.fileno()) for _, one in sockets)
-        known = _Attached(tuple(role for role, _ in sockets), fds, policy.to_builtins())
+        known = _Attached(tuple(role for role, _ in sockets), fds, described)
         self._attached[sandbox] = known
         try:
             await self.start()
@@ -144,7 +146,7 @@ class EgressProcess:
         known = self._attached.get(sandbox)
         if known is None:
             raise errors.error("sandbox_not_found", f"sandbox {sandbox!r} has no network to set rules for")
-        self._attached[sandbox] = known._replace(rules=policy.to_builtins())
+        self._attached[sandbox] = known._replace(rules=_described(policy))
         await self.start()
         await self._tell({"op": "rules", "sandbox": sandbox, "rules": self._attached[sandbox].rules})
 
@@ -315,6 +317,15 @@ class EgressProcess:
             answer.set_exception(
                 errors.error("internal_error", f"the egress process refused an order: {report.error}")
             )
+
+
+def _described(policy: rules.RuleSet) -> Any:
+    """Rules as they are sent. Too many would not fit a frame, and the proxy would end over it, for all sandboxes."""
+    if len(msgspec.json.encode(policy)) > _MAX_RULES:
+        raise errors.error(
+            "policy_invalid", "the network rules are longer than 2 MiB", hint="use wildcards or networks"
+        )
+    return policy.to_builtins()
 
 
 async def _writable(loop: asyncio.AbstractEventLoop, link: socket.socket) -> None:

@@ -328,6 +328,7 @@ def main(fd: int) -> None:
         give_up_privilege()
         gc.freeze()
         runner.run(serve(control))
+        os._exit(0)  # a name lookup that hangs in its thread would hold the process
 
 
 if __name__ == "__main__":
