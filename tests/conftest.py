@@ -48,6 +48,19 @@ def cloche_home() -> Iterator[Path]:
     assert left == [], "the session left something behind"
 
 
+@pytest.fixture(autouse=True)
+def reaped(cloche_home: Path) -> Iterator[None]:
+    """Reap the launchers that this process has adopted, as init does elsewhere; nobody else's children are touched."""
+    yield
+    for pid in processes.descendants(os.getpid()):
+        try:
+            ended = Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
+            if ended and Path(f"/proc/{pid}/comm").read_text() == "cloche-launcher\n":
+                os.waitpid(pid, os.WNOHANG)
+        except (OSError, IndexError):
+            continue
+
+
 Until = Callable[..., None]
 
 
