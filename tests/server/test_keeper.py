@@ -147,16 +147,15 @@ def test_the_argument_wins_over_the_environment(kept, monkeypatch):
     assert cloche.Sandbox.list(server=kept.server) == []
 
 
-def test_a_stale_socket_is_passed_over_unless_it_was_named(monkeypatch, tmp_path):
-    home = tempfile.mkdtemp(prefix="ck-")
-    monkeypatch.setenv("CLOCHE_HOME", home)
-    stale = socket.socket(socket.AF_UNIX)
-    stale.bind(f"{home}/cloche.sock")
-    stale.close()
-    assert code_of(lambda: cloche.Sandbox(server=f"unix:{home}/cloche.sock")) == "server_unavailable"
-    with cloche.Sandbox() as box:
-        assert box.info().server == "in process"
-    portal.close()
+def test_a_stale_socket_is_passed_over_unless_it_was_named(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="ck-", ignore_cleanup_errors=True) as home:
+        monkeypatch.setenv("CLOCHE_HOME", home)
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(f"{home}/cloche.sock")
+        assert code_of(lambda: cloche.Sandbox(server=f"unix:{home}/cloche.sock")) == "server_unavailable"
+        with cloche.Sandbox() as box:
+            assert box.info().server == "in process"
+        portal.close()
 
 
 @pytest.mark.parametrize(
