@@ -7,6 +7,7 @@ of both sides. The launcher is started first: it gets ready on another core whil
 
 import _socket
 import _thread
+import gc
 import os
 import sys
 
@@ -30,6 +31,7 @@ class Here:
 
     def _serve(self) -> None:
         try:
+            gc.disable()  # nothing that is imported is garbage, and looking for it takes a twelfth of the time
             asyncio = _import_asyncio()
             asyncio.run(self._main())
         except BaseException as problem:
@@ -45,6 +47,8 @@ class Here:
         from cloche import settings, wiring
         from cloche.server import keeper
 
+        gc.freeze()
+        gc.enable()
         config = settings.load(os.environ)
         once = self._launch is not None
         far = socket.socket(fileno=os.dup(self._far.fileno()))
