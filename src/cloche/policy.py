@@ -1,6 +1,6 @@
 """What a sandbox may touch: the three profiles, how layers of policy merge, and why something is refused.
 
-    restrictive   read-only root, network off, no root user, strictest system calls
+    restrictive   read-only root, network off, no root user
     moderate      writable overlay root, network off until rules are given          (the default)
     permissive    moderate, and ptrace, and network open
 
@@ -55,7 +55,8 @@ class Policy(model.Noun, frozen=True, kw_only=True):
     syscalls: Syscalls = "moderate"
     root_user: bool = True
     """Whether `user="root"` is allowed; that root is nobody outside."""
-    minimum_isolation: model.Level = "namespaces"
+    minimum_isolation: model.Level = "process"
+    """The least that creation may end up with; the caller's own demand is "namespaces" unless it says otherwise."""
     required: tuple[str, ...] = ()
     """Kernel features without which creation must fail: 'landlock', 'seccomp', 'cgroup_memory', …"""
     protected: tuple[str, ...] = PROTECTED

@@ -530,11 +530,11 @@ def private_file(owner: int) -> Iterator[Path]:
 @glass.needs_range
 @pytest.mark.parametrize(
     ("owner", "user"),
-    [(0, "user"), (1000, "root"), (1001, "user"), (1001, "root"), (65534, "user"), (65534, "root")],
+    [(0, "user"), (1000, "user"), (1000, "root"), (1001, "user"), (1001, "root"), (65534, "user"), (65534, "root")],
 )
 def test_private_files_of_the_host_stay_private(private_file: Path, shared: glass.Box, user: str) -> None:
-    """Owners keep their numbers inside, so that root may read what is root's below /opt, and the user what is 1000's:
-    see "What is shown" in docs/concepts/threat-model.md. Everybody else's private files stay private."""
+    """The system's owners keep their numbers inside, so that root may read what is root's below /opt: see "What is shown"
+    in docs/concepts/threat-model.md. People's files are nobody's inside, also those of the uid that the user has there."""
     assert "canary-private" not in shared.exec(["cat", str(private_file)], user=user).stdout
     assert shared.out(["cat", f"{private_file}-public"], user=user) == "canary-private"
 

@@ -29,6 +29,7 @@ from cloche.linux import landlock, loops, mounts, namespaces, seccomp, syscalls
 _UNSHARED = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
 _AGENT_CAPS = 1 << syscalls.CAP_SETUID | 1 << syscalls.CAP_SETGID | 1 << syscalls.CAP_KILL
 RANGE = 65536
+SYSTEM = 1000  # ids below are the system's own, above are people's
 USER = 1000
 
 
@@ -44,6 +45,7 @@ class Launcher:
         self.own_pidns = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.stage = mounts.make_stage(str(config["stage"]))
         self.filters: dict[str, bytes] = {}
+        self.lower_maps: dict[int, int] = {}
         self.landlock_abi = landlock.abi()
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────
@@ -119,7 +121,20 @@ class Launcher:
         slot = self.free.pop()
         first = self.first_uid + slot * RANGE
         maps = [(USER, USER, 1)] if self.rootless else [(0, first, RANGE)]
-        return namespaces.make_blank(maps, maps, slot)
+        return namespaces.make_blank(maps, maps, slot, self.lower_map(slot))
+
+    def lower_map(self, slot: int) -> int:
+        """How the host's programs are owned inside: the system's ids as they are, people's as nobody's. Otherwise a file
+        that only the host's uid 1000 may read would be readable for the user inside, who has that number.
+
+        A map is only ever looked at, so one per slot serves every sandbox that gets the slot.
+        """
+        if self.rootless:
+            return -1
+        if slot not in self.lower_maps:
+            system = [(0, self.first_uid + slot * RANGE, SYSTEM)]
+            self.lower_maps[slot] = namespaces.make_user(system, system, close_nested=False)
+        return self.lower_maps[slot]
 
     def prepare(self, message: "dict[str, object]", fds: "list[int]") -> None:
         """Fork an embryo: a sandbox that has its namespaces and its cgroup, and waits on its link to be told the rest."""
@@ -159,7 +174,7 @@ class Launcher:
                 return
             if pid in self.children:
                 sandbox, slot = self.children.pop(pid)
-                self.free.insert(0, slot)
+                self.free.append(slot)
                 wire.send(self.link, {"died": sandbox, "status": status})
 
     # ── in the child ────────────────────────────────────────────────────────────────────────────
@@ -188,7 +203,7 @@ class Launcher:
         signal.set_wakeup_fd(-1)
         syscalls.prctl(syscalls.PR_SET_NAME, b"cloche-guest")
         _join(message["cgroups"])  # type: ignore[arg-type]
-        _keep_only(link.fileno(), blank.user_fd, blank.net_fd)
+        _keep_only(link.fileno(), blank.user_fd, blank.net_fd, blank.lower_fd)
         syscalls.setns(blank.net_fd, syscalls.CLONE_NEWNET)
         os.close(blank.net_fd)
         syscalls.unshare(_UNSHARED)
@@ -197,6 +212,7 @@ class Launcher:
         first = self.first_uid + blank.slot * RANGE
         ids = (USER, USER) if self.rootless else (first, first)
         builder = mounts.Builder(self.stage, user_fd=blank.user_fd, rootless=self.rootless, ids=ids)
+        builder.lower_fd = blank.lower_fd
         builder.make_proc()
         self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
         builder.apply(message["steps"])  # type: ignore[arg-type]

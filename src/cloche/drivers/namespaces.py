@@ -74,7 +74,7 @@ class NamespacesDriver(interfaces.Driver):
         self._fewest = self._wanted = embryos
         self._missed = False
         self._refilling: asyncio.TimerHandle | None = None
-        self._usual = (model.DEFAULT_RESOURCES, "overlay")
+        self._usual: tuple[model.Resources, policy.Root] = (model.DEFAULT_RESOURCES, "overlay")
         self._ready: asyncio.Future[LauncherFrame] | None = None
         self._slots_file = -1
         self._slots: list[int] = []

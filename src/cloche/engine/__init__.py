@@ -112,7 +112,12 @@ class Engine(interfaces.Backend):
             )  # fmt: skip
         )
         if spec.stay:
-            await asyncio.to_thread(self._store.put_sandbox, info)
+            try:
+                await asyncio.to_thread(self._store.put_sandbox, info)
+            except BaseException:
+                made.spec = msgspec.structs.replace(spec, stay=False)  # there is no record of it to bring up to date
+                await self._end(made, "failed", "it could not be recorded")
+                raise
         self._warm.replenish(spec, rules)
         if not self._swept:
             self._swept = True
@@ -163,8 +168,6 @@ class Engine(interfaces.Backend):
         self, spec: model.SandboxSpec, rules: policy.Policy, lent: interfaces.Workspace | None = None
     ) -> interfaces.Machine:
         minimum = max(spec.minimum_isolation, rules.minimum_isolation, key=model.LEVELS.index)
-        if spec.minimum_isolation == "process":
-            minimum = rules.minimum_isolation if rules.minimum_isolation != "namespaces" else "process"
         driver = await self._placement.choose(minimum, spec.driver)
         return await driver.create(model.new_id(), spec, rules, lent.exposure if lent is not None else None)
 

@@ -174,6 +174,7 @@ class Builder:
     def __init__(self, stage: Stage, *, user_fd: int, rootless: bool, ids: tuple[int, int]) -> None:
         self.stage = stage
         self.user_fd = user_fd
+        self.lower_fd = user_fd  # the map of the host's own directories
         self.owner_fd = -1  # the map of a workspace's owner, where there is one
         self.rootless = rootless
         self.guest_uid, self.guest_gid = ids
@@ -222,13 +223,13 @@ class Builder:
     def do_layer(self, target: str, source: str, options: "dict[str, Any]") -> None:
         """A read-only host directory, owned inside as it is outside."""
         self.prepare(target, source, options)
-        self.lower(source, self.inside(target), self.user_fd)
+        self.lower(source, self.inside(target), self.map_of(target))
 
     def do_overlay(self, target: str, source: str, options: "dict[str, Any]") -> None:
         self.prepare(target, source, options)
         lower = f"{self.stage.path}/layer/{self.layers}"
         lent = bool(options.get("owner"))
-        self.lower(source, lower, self.owner_fd if lent else self.user_fd)
+        self.lower(source, lower, self.owner_fd if lent else self.map_of(target))
         name = f"u{self.layers}"
         self.layers += 1
         self.make_private(name, source, "up", "work")
@@ -324,7 +325,7 @@ class Builder:
         """A detached copy of a host path's mounts, as a bind step wants it."""
         fixed = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
         attributes = fixed if options["writable"] else fixed | syscalls.MOUNT_ATTR_RDONLY
-        user_fd = self.owner_fd if options.get("owner") else self.user_fd
+        user_fd = self.owner_fd if options.get("owner") else self.lower_fd
         return self.copy(source, user_fd, attributes, recursive=True)
 
     def do_seal(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
@@ -334,6 +335,10 @@ class Builder:
     def do_pin(self, target: str, _source: str, _options: "dict[str, Any]") -> None:
         path = self.inside(target)
         syscalls.mount(path, path, None, _BIND)
+
+    def map_of(self, target: str) -> int:
+        """The skeleton is ours and has the user's directories in it; everything else is the host's."""
+        return self.user_fd if target == "/" else self.lower_fd
 
     def lower(self, source: str, target: str, user_fd: int) -> None:
         attributes = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV

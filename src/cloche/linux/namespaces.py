@@ -28,17 +28,18 @@ IdMap = tuple[int, int, int]  # first id inside, first id outside, how many
 class Blank:
     """The namespaces of a sandbox that does not exist yet."""
 
-    __slots__ = ("net_fd", "slot", "user_fd")
+    __slots__ = ("lower_fd", "net_fd", "slot", "user_fd")
 
-    def __init__(self, user_fd: int, net_fd: int, slot: int) -> None:
+    def __init__(self, user_fd: int, net_fd: int, slot: int, lower_fd: int = -1) -> None:
         self.user_fd = user_fd
         self.net_fd = net_fd
         self.slot = slot
+        self.lower_fd = lower_fd  # a map, never entered: whose files of the host are whose inside
 
 
-def make_blank(uid_maps: list[IdMap], gid_maps: list[IdMap], slot: int) -> Blank:
+def make_blank(uid_maps: list[IdMap], gid_maps: list[IdMap], slot: int, lower_fd: int = -1) -> Blank:
     user_fd = make_user(uid_maps, gid_maps)
-    return Blank(user_fd, make_net(), slot)
+    return Blank(user_fd, make_net(), slot, lower_fd)
 
 
 def make_user(uid_maps: list[IdMap], gid_maps: list[IdMap], *, close_nested: bool = True, proc: str = "/proc") -> int:

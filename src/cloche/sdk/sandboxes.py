@@ -535,6 +535,14 @@ class AsyncSandbox(Handle):
         """Let it go on."""
         return await self._do(self._backend.resume(self._id))
 
+    async def diff(self) -> list[model.FileChange]:
+        """What was changed of a workspace lent with `overlay=True`."""
+        return await self._do(self._backend.diff(self._id))
+
+    async def apply(self, paths: list[str] | None = None) -> list[str]:
+        """Take changes of an overlaid workspace over into the host's directory: all, or those at `paths`."""
+        return await self._do(self._backend.apply(self._id, paths))
+
     async def events(self, after: int = 0) -> list[dict[str, Any]]:
         """What happened to it, from cursor `after` (an event's `seq`) on."""
         return await self._do(self._backend.events(after, self._id))

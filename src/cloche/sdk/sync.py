@@ -414,6 +414,14 @@ class Sandbox(Handle):
         """Let it go on."""
         return portal.run(self._async.resume(), self._home)
 
+    def diff(self) -> list[model.FileChange]:
+        """What was changed of a workspace lent with `overlay=True`."""
+        return portal.run(self._async.diff(), self._home)
+
+    def apply(self, paths: list[str] | None = None) -> list[str]:
+        """Take changes of an overlaid workspace over into the host's directory: all, or those at `paths`."""
+        return portal.run(self._async.apply(paths), self._home)
+
     def events(self, after: int = 0) -> list[dict[str, Any]]:
         """What happened to it, from cursor `after` (an event's `seq`) on."""
         return portal.run(self._async.events(after), self._home)

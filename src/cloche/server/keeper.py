@@ -206,6 +206,7 @@ class Connection:
 
     async def _invoke(self, channel: int, method: rpc.Method, arguments: Any) -> None:
         named = {field: getattr(arguments, field) for field in arguments.__struct_fields__}
+        known = await self._known(method, arguments)
         answer = getattr(self._backend, method.name)(**named)
         if method.streams:
             async for item in answer:
@@ -214,9 +215,15 @@ class Connection:
             self.send(framing.END, channel, None)
             return
         result = await answer
-        if method.name == "create" and not arguments.spec.stay:
+        if method.name == "create" and not arguments.spec.stay and result.id not in known:
             self._owned.add(result.id)
         self.send(framing.RESULT, channel, result)
+
+    async def _known(self, method: rpc.Method, arguments: Any) -> set[str]:
+        """The sandboxes that a creation by name may give back: whoever made one owns it, not who asks again."""
+        if method.name != "create" or arguments.spec.name is None:
+            return set()
+        return {info.id for info in await self._backend.list()}
 
     # ── run: one command, attached ──────────────────────────────────────────────────────────────
 
