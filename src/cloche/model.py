@@ -50,7 +50,12 @@ class Resources(Noun, frozen=True, kw_only=True):
     disk_mib: int = 1024
 
     def check(self) -> None:
-        bounds = {"memory_mib": (8, 1 << 24), "cpus": (0.01, 4096), "pids": (4, 1 << 22), "disk_mib": (4, 1 << 24)}
+        bounds = {
+            "memory_mib": (8, 1 << 24),
+            "cpus": (0.01, 4096),
+            "pids": (4, 1 << 22),
+            "disk_mib": (4, 1 << 24),
+        }
         for field, (low, high) in bounds.items():
             value = getattr(self, field)
             kinds = (int, float) if field == "cpus" else (int,)
@@ -93,7 +98,9 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
         check_environment(self.env)
         for key, value in self.labels.items():
             if not key or len(key) > 256 or len(value) > 1024 or not (key + value).isprintable():
-                raise errors.error("name_invalid", f"the label {key[:50]!r} is empty, too long or not printable")
+                raise errors.error(
+                    "name_invalid", f"the label {key[:50]!r} is empty, too long or not printable"
+                )
         self.resources.check()
         for field in ("timeout_s", "idle_timeout_s"):
             check_seconds(field, getattr(self, field))
@@ -120,7 +127,9 @@ class ExecRequest(Noun, frozen=True, kw_only=True):
     def check(self) -> None:
         command = self.command
         if not command or command[0] == "":
-            raise errors.error("command_empty", "the command is empty", hint="give a shell line or a list of arguments")
+            raise errors.error(
+                "command_empty", "the command is empty", hint="give a shell line or a list of arguments"
+            )
         arguments = [command] if isinstance(command, str) else command
         for index, argument in enumerate(arguments):
             if "\0" in argument:
@@ -143,7 +152,9 @@ class ExecRequest(Noun, frozen=True, kw_only=True):
         if self.cwd is not None:
             check_path(self.cwd)
         if self.user not in ("user", "root"):
-            raise errors.error("user_not_found", f"there is no user {self.user!r} inside", hint="use 'user' or 'root'")
+            raise errors.error(
+                "user_not_found", f"there is no user {self.user!r} inside", hint="use 'user' or 'root'"
+            )
 
 
 def check_name(name: str) -> None:
@@ -158,11 +169,14 @@ def check_environment(environment: dict[str, str]) -> None:
     for key, value in environment.items():
         if not _ENV_NAME.fullmatch(key) or "\0" in value:
             raise errors.error(
-                "environment_invalid", f"the variable {key!r} has an empty name, '=' in its name, or a NUL byte"
+                "environment_invalid",
+                f"the variable {key!r} has an empty name, '=' in its name, or a NUL byte",
             )
         if byte_length(key) + byte_length(value) + 2 >= MAX_ARGUMENT:
             raise errors.error(
-                "argument_too_long", f"the variable {key!r} exceeds 128 KiB", hint="pass it as a file (box.files.write)"
+                "argument_too_long",
+                f"the variable {key!r} exceeds 128 KiB",
+                hint="pass it as a file (box.files.write)",
             )
 
 
@@ -176,15 +190,21 @@ def byte_length(text: str) -> int:
 
 def check_seconds(field: str, value: float | None) -> None:
     if value is not None and not 0 < value < 1e9:
-        raise errors.error("limit_invalid", f"{field} is {value!r}; it must be more than 0 seconds", field=field)
+        raise errors.error(
+            "limit_invalid", f"{field} is {value!r}; it must be more than 0 seconds", field=field
+        )
 
 
 def check_path(path: str) -> str:
     """A path inside a sandbox. `..` is refused rather than resolved: it is a mistake or an attempt."""
     if not path or "\0" in path or "\n" in path or byte_length(path) > 4096:
-        raise errors.error("path_invalid", f"the path {path!r} is empty, too long, or has a NUL or newline in it")
+        raise errors.error(
+            "path_invalid", f"the path {path!r} is empty, too long, or has a NUL or newline in it"
+        )
     if ".." in path.split("/"):
-        raise errors.error("path_invalid", f"the path {path!r} contains '..'", hint="give the path it leads to")
+        raise errors.error(
+            "path_invalid", f"the path {path!r} contains '..'", hint="give the path it leads to"
+        )
     return path
 
 

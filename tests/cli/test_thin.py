@@ -133,3 +133,25 @@ def test_bytes_that_are_no_text_ride_as_surrogates():
 )
 def test_where_a_keeper_would_listen(environment, path):
     assert thin.socket_path(environment) == path
+
+
+def test_modules_that_come_later_are_as_ever_when_they_come():
+    """The engine in process leaves imports of asyncio for later; whoever looks gets the real thing."""
+    program = (
+        "import sys; sys.path[:0] = {path!r}\n"
+        "from cloche.cli import here\n"
+        "asyncio = here._import_asyncio()\n"
+        "assert 'ssl' not in sys.modules and 'ast' not in sys.modules and 'locale' not in sys.modules\n"
+        "import inspect, linecache, platform, subprocess, traceback, msgspec\n"
+        "assert len(traceback.extract_stack()) == 1\n"
+        "assert subprocess.run(['true']).returncode == 0\n"
+        "assert platform.system() == 'Linux' and platform.python_version()\n"
+        "assert inspect.signature(here.run) and linecache.getline(here.__file__, 1)\n"
+        "assert msgspec.json.schema(int) == {{'type': 'integer'}}\n"
+        "async def fail(): raise ValueError('said')\n"
+        "try: asyncio.run(fail())\n"
+        "except ValueError: assert 'said' in traceback.format_exc()\n"
+        "import ssl\n"
+    ).format(path=[str(Path(__file__).parents[2] / "src")])
+    ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=50)
+    assert (ran.returncode, ran.stderr) == (0, b"")

@@ -30,7 +30,9 @@ def with_driver(home: Path, work: Work) -> None:
     asyncio.run(run())
 
 
-async def create(driver: namespaces.NamespacesDriver, profile: str = "moderate", **spec: object) -> namespaces.NamespacesMachine:
+async def create(
+    driver: namespaces.NamespacesDriver, profile: str = "moderate", **spec: object
+) -> namespaces.NamespacesMachine:
     return await driver.create(model.new_id(), model.SandboxSpec(**spec), policy.profile(profile))  # type: ignore[arg-type]
 
 
@@ -50,7 +52,10 @@ async def output_of(machine: interfaces.Machine, *argv: str) -> bytes:
 
 
 def namespaces_of(pid: int) -> dict[str, str]:
-    return {name: os.readlink(f"/proc/{pid}/ns/{name}") for name in ("pid", "net", "mnt", "user", "ipc", "uts", "cgroup")}
+    return {
+        name: os.readlink(f"/proc/{pid}/ns/{name}")
+        for name in ("pid", "net", "mnt", "user", "ipc", "uts", "cgroup")
+    }
 
 
 def test_a_required_feature_that_is_missing_refuses_creation_and_leaves_nothing(tmp_path: Path) -> None:
@@ -65,7 +70,9 @@ def test_a_required_feature_that_is_missing_refuses_creation_and_leaves_nothing(
 
 def test_a_failing_step_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     async def work(driver: namespaces.NamespacesDriver) -> None:
-        missing = interfaces.Exposure(root="/", owner=(0, 0), binds=(interfaces.Shown("/does/not/exist", "/x"),), cwd="/")
+        missing = interfaces.Exposure(
+            root="/", owner=(0, 0), binds=(interfaces.Shown("/does/not/exist", "/x"),), cwd="/"
+        )
         with pytest.raises(errors.SandboxError) as failure:
             await driver.create(model.new_id(), model.SandboxSpec(), policy.profile("moderate"), missing)
         assert "bind /x" in failure.value.message
@@ -122,7 +129,9 @@ def test_the_end_of_the_launcher_is_the_end_of_its_sandboxes(tmp_path: Path) -> 
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         watch = os.pidfd_open(pid)
         os.kill(parent, signal.SIGKILL)
-        assert await asyncio.wait_for(machine.ended, 10)  # told by the launcher's socket or by the guest's, whichever is first
+        assert await asyncio.wait_for(
+            machine.ended, 10
+        )  # told by the launcher's socket or by the guest's, whichever is first
         assert processes.wait_exit(watch, 10)
         os.close(watch)
         with pytest.raises(errors.SandboxLost):
@@ -178,4 +187,5 @@ def test_no_frame_of_the_wire_is_larger_than_a_socket_takes() -> None:
         assert received is not None
         message, fds = received
         wire.close_all(fds)
-        assert len(str(message["text"])) == 3 * wire.MAX_FRAME and len(fds) == 1
+        assert len(str(message["text"])) == 3 * wire.MAX_FRAME
+        assert len(fds) == 1

@@ -9,7 +9,9 @@ from pathlib import Path
 import cloche
 
 
-def test_a_protected_file_replaced_on_the_host_is_protected_again(tmp_path: Path, until: Callable[..., None]) -> None:
+def test_a_protected_file_replaced_on_the_host_is_protected_again(
+    tmp_path: Path, until: Callable[..., None]
+) -> None:
     settings = tmp_path / ".mcp.json"
     settings.write_text("{}")
     tmp_path.chmod(0o755)

@@ -16,7 +16,9 @@ binds = st.builds(mounts.Bind, paths, paths, writable=st.booleans(), owner=st.bo
 
 
 def view(**changes: Any) -> mounts.View:
-    return mounts.View(skeleton="/skeleton", layers=("/usr", "/opt"), shm_mib=64, **{"writable": True, **changes})
+    return mounts.View(
+        skeleton="/skeleton", layers=("/usr", "/opt"), shm_mib=64, **{"writable": True, **changes}
+    )
 
 
 def covers(outer: str, inner: str) -> bool:
@@ -42,12 +44,19 @@ def state_of(steps: list[Any], path: str) -> str:
     return seen
 
 
-@given(st.lists(binds, max_size=4), st.lists(paths, max_size=4), st.lists(paths, max_size=4), st.lists(paths, max_size=4))
+@given(
+    st.lists(binds, max_size=4),
+    st.lists(paths, max_size=4),
+    st.lists(paths, max_size=4),
+    st.lists(paths, max_size=4),
+)
 def test_no_later_step_re_exposes_a_denied_path(
     shown: list[mounts.Bind], deny: list[str], protect: list[str], pinned: list[str]
 ) -> None:
     steps = mounts.plan(
-        view(binds=tuple(shown), deny=tuple(deny), protect=tuple((p, p) for p in protect), pinned=tuple(pinned))
+        view(
+            binds=tuple(shown), deny=tuple(deny), protect=tuple((p, p) for p in protect), pinned=tuple(pinned)
+        )
     )
     for path in deny:
         assert state_of(steps, path) == "hidden"
@@ -59,16 +68,25 @@ def test_no_later_step_makes_a_protected_path_writable(
     shown: list[mounts.Bind], protect: list[str], private: list[str]
 ) -> None:
     steps = mounts.plan(
-        view(binds=tuple(shown), protect=tuple((p, p) for p in protect), private=tuple(("/ours", p) for p in private))
+        view(
+            binds=tuple(shown),
+            protect=tuple((p, p) for p in protect),
+            private=tuple(("/ours", p) for p in private),
+        )
     )
     for path in protect:
         assert state_of(steps, path) == "read-only"
 
 
 @given(st.lists(binds, max_size=6), st.lists(paths, max_size=6))
-def test_a_parent_is_mounted_before_its_child_within_each_kind(shown: list[mounts.Bind], protect: list[str]) -> None:
+def test_a_parent_is_mounted_before_its_child_within_each_kind(
+    shown: list[mounts.Bind], protect: list[str]
+) -> None:
     steps = mounts.plan(view(binds=tuple(shown), protect=tuple((p, p) for p in protect)))
-    for kind in (lambda s: s[0] == "bind" and s[3].get("make"), lambda s: s[0] in ("bind", "pin") and not s[3].get("make")):
+    for kind in (
+        lambda s: s[0] == "bind" and s[3].get("make"),
+        lambda s: s[0] in ("bind", "pin") and not s[3].get("make"),
+    ):
         depths = [step[1].count("/") for step in steps if kind(step)]
         assert depths == sorted(depths)
 

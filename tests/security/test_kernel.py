@@ -530,7 +530,15 @@ def private_file(owner: int) -> Iterator[Path]:
 @glass.needs_range
 @pytest.mark.parametrize(
     ("owner", "user"),
-    [(0, "user"), (1000, "user"), (1000, "root"), (1001, "user"), (1001, "root"), (65534, "user"), (65534, "root")],
+    [
+        (0, "user"),
+        (1000, "user"),
+        (1000, "root"),
+        (1001, "user"),
+        (1001, "root"),
+        (65534, "user"),
+        (65534, "root"),
+    ],
 )
 def test_private_files_of_the_host_stay_private(private_file: Path, shared: glass.Box, user: str) -> None:
     """The system's owners keep their numbers inside, so that root may read what is root's below /opt: see "What is shown"

@@ -8,6 +8,7 @@ of both sides. The launcher is started first: it gets ready on another core whil
 import _socket
 import _thread
 import gc
+import importlib
 import os
 import sys
 
@@ -99,18 +100,21 @@ def _leave_keeper(options: "thin.Options") -> None:
 
 
 def _import_asyncio() -> "Any":
-    """asyncio, without what it names and a run does not use.
+    """asyncio (and what msgspec will want), without what they name at import and a run does not use.
 
-    It imports ssl where that is there: as costly as a sandbox, and nothing of ours speaks TLS in here. `inspect` and
-    `linecache` (with ast, dis, tokenize behind them) serve debugging and errors: they are loaded when somebody asks.
+    It imports ssl where that is there: as costly as a sandbox, and nothing of ours speaks TLS in here. The others serve
+    debugging, errors and child processes; they are loaded when somebody looks into them, and are then as ever.
     """
     modules: dict[str, Any] = sys.modules
     hidden = "ssl" not in modules
     if hidden:
         modules["ssl"] = None
-    for name in ("inspect", "linecache"):
-        if name not in modules:
-            _import_later(name)
+    _import_later("inspect")
+    _import_later("linecache")
+    _import_later("msgspec.inspect")
+    _import_later("platform", system=lambda: os.uname().sysname)
+    _import_later("subprocess", PIPE=-1, STDOUT=-2, DEVNULL=-3)
+    _import_later("traceback", extract_stack=_extract_stack)
     import asyncio
 
     if hidden:
@@ -118,8 +122,22 @@ def _import_asyncio() -> "Any":
     return asyncio
 
 
-def _import_later(name: str) -> None:
-    """A module that becomes `name` at the first look into it. (importlib's own loads at the first `import` on 3.11.)"""
+def _extract_stack(frame: "Any" = None, limit: "int | None" = None) -> "Any":
+    """`traceback.extract_stack`, which asyncio's C part takes hold of when it is imported."""
+    import traceback
+
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame or sys._getframe(1)), limit=limit)
+    stack.reverse()
+    return stack
+
+
+def _import_later(name: str, **known: "Any") -> None:
+    """A module that becomes `name` at the first look into it. `known` are what others take from it while they are imported.
+
+    (importlib's own lazy loader loads at the first `import` statement on 3.11.)
+    """
+    if name in sys.modules:
+        return
     later: Any = type(sys)(name)
 
     def load(attribute: str) -> "Any":
@@ -127,9 +145,10 @@ def _import_later(name: str) -> None:
             raise AttributeError(attribute)  # the import system looks, and need not be answered
         if sys.modules.get(name) is later:
             del sys.modules[name]
-        __import__(name)
-        later.__dict__.update(sys.modules[name].__dict__)
-        return getattr(sys.modules[name], attribute)
+        real = importlib.import_module(name)
+        later.__dict__.update(real.__dict__)
+        return getattr(real, attribute)
 
+    later.__dict__.update(known)
     later.__getattr__ = load
     sys.modules[name] = later

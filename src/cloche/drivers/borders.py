@@ -38,5 +38,7 @@ def paths(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        code, text = _CODES.get(problem.errno or 0, ("sandbox_create_failed", "{path}: " + str(problem.strerror)))
+        code, text = _CODES.get(
+            problem.errno or 0, ("sandbox_create_failed", "{path}: " + str(problem.strerror))
+        )
         raise errors.error(code, text.format(path=path), hint=_HINTS.get(code), path=path) from None

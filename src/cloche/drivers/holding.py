@@ -38,7 +38,9 @@ class HeldMachine(machine.GuestMachine):
         self._paused = False
         self._removed: asyncio.Future[bool] | None = None
 
-    def hold(self, resources: model.Resources, disk: model.Limit, *, agents: int = 1, running: int | None = 0) -> Held:
+    def hold(
+        self, resources: model.Resources, disk: model.Limit, *, agents: int = 1, running: int | None = 0
+    ) -> Held:
         """Apply the limits, and say for each who holds it: the kernel, a look from time to time, or nobody.
 
         `agents` are processes of ours that count but are not the user's. `running` is how many processes the kernel
@@ -50,7 +52,11 @@ class HeldMachine(machine.GuestMachine):
             enforced = self._group.set_limits(memory_mib=resources.memory_mib, cpus=resources.cpus, pids=pids)
         rlimits: dict[str, int] = {"CORE": 1}  # 0 would not stop a core pattern that is a pipe; 1 does
         affinity = None
-        for name, value in (("memory_mib", resources.memory_mib), ("pids", resources.pids), ("cpus", resources.cpus)):
+        for name, value in (
+            ("memory_mib", resources.memory_mib),
+            ("pids", resources.pids),
+            ("cpus", resources.cpus),
+        ):
             self.limits[name] = model.Limit(value=value, enforcement="enforced", by="cgroup")
         if "memory" not in enforced:
             by = "proportional memory of the tree"

@@ -59,7 +59,9 @@ class Launcher:
         poll.register(wake_read, select.POLLIN)
         wire.send(self.link, {"ready": True, "landlock_abi": self.landlock_abi, "pid": os.getpid()})
         while True:
-            idle = (len(self.blanks) >= self.wanted or not self.free) and len(self.filters) == len(seccomp.PROFILES)
+            idle = (len(self.blanks) >= self.wanted or not self.free) and len(self.filters) == len(
+                seccomp.PROFILES
+            )
             ready = [fd for fd, _ in poll.poll(None if idle else 0)]
             if self.link.fileno() in ready and not self.serve_one():
                 return
@@ -196,7 +198,9 @@ class Launcher:
         finally:
             os._exit(status)
 
-    def gestate(self, message: "dict[str, object]", link: socket.socket, blank: namespaces.Blank) -> mounts.Builder:
+    def gestate(
+        self, message: "dict[str, object]", link: socket.socket, blank: namespaces.Blank
+    ) -> mounts.Builder:
         """The part that does not depend on who will ask: cgroup, namespaces, /proc, and a disk and root of the shape that
         was asked for last. Joining a cgroup waits for the whole kernel (RCU), several milliseconds, so this happens
         before anybody asks; another shape costs the mounts a second time."""
@@ -231,7 +235,9 @@ class Launcher:
         trace.append(time.monotonic_ns())
         terminals = os.open(self.stage.root + "/dev/pts", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         mounts.pivot(self.stage.root)
-        mounted = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC) if message.get("watch_mounts") else -1
+        mounted = (
+            os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC) if message.get("watch_mounts") else -1
+        )
         self.enter_user_namespace(builder.user_fd)
         _limit(message["rlimits"], message.get("affinity"))  # type: ignore[arg-type]
         _keep_only(link.fileno(), terminals, builder.upper_fd, mounted)
@@ -326,7 +332,11 @@ def _enter_own_namespaces(rootless: bool) -> None:
     if rootless:
         uid, gid = os.getuid(), os.getgid()  # read before: afterwards both are 65534
         syscalls.unshare(syscalls.CLONE_NEWUSER)
-        for name, text in (("uid_map", f"{USER} {uid} 1"), ("setgroups", "deny"), ("gid_map", f"{USER} {gid} 1")):
+        for name, text in (
+            ("uid_map", f"{USER} {uid} 1"),
+            ("setgroups", "deny"),
+            ("gid_map", f"{USER} {gid} 1"),
+        ):
             with open("/proc/self/" + name, "w") as file:
                 file.write(text)
     # A network of its own too: it needs none, and without privilege it could not return to the host's.

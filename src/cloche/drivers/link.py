@@ -82,7 +82,13 @@ class Answer:
 
 
 class Link:
-    def __init__(self, sock: socket.socket, *, on_frame: Callable[[Frame, list[int]], None], on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        on_frame: Callable[[Frame, list[int]], None],
+        on_end: Callable[[str], None],
+    ) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._on_frame = on_frame
@@ -129,7 +135,9 @@ class Link:
                 self.close("the guest is gone")
                 raise errors.error("sandbox_lost", "the sandbox has ended") from problem
         if len(self._queue) >= _MAX_QUEUED:
-            raise errors.error("capacity_exceeded", "the sandbox does not answer and too many requests wait for it")
+            raise errors.error(
+                "capacity_exceeded", "the sandbox does not answer and too many requests wait for it"
+            )
         # The caller may close its descriptors as soon as this returns.
         self._queue.append((msgspec.json.encode(message), [os.dup(fd) for fd in fds]))
         if len(self._queue) == 1:
@@ -209,11 +217,15 @@ def only_regular(fds: list[int], flags: int) -> int:
         return fd
     os.close(fd)
     if stat.S_ISREG(mode):
-        raise errors.error("guest_misbehaved", "the guest answered with a file that is not open as it was asked to be")
+        raise errors.error(
+            "guest_misbehaved", "the guest answered with a file that is not open as it was asked to be"
+        )
     if stat.S_ISDIR(mode):
         raise errors.error("is_directory", "the path is a directory", hint="list it, or name a file in it")
     raise errors.error(
-        "not_regular_file", "the path is a device, FIFO or socket, not a regular file", hint="read it with a command"
+        "not_regular_file",
+        "the path is a device, FIFO or socket, not a regular file",
+        hint="read it with a command",
     )
 
 
@@ -221,5 +233,7 @@ def only_socket(fds: list[int]) -> int:
     wire.close_all(fds[1:])
     if not fds or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
         wire.close_all(fds[:1])
-        raise errors.error("guest_misbehaved", "the guest answered without the connection that it was asked for")
+        raise errors.error(
+            "guest_misbehaved", "the guest answered without the connection that it was asked for"
+        )
     return fds[0]

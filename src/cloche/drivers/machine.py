@@ -107,7 +107,9 @@ class GuestMachine(interfaces.Machine):
     def _misbehaved(self, what: str) -> errors.ClocheError:
         """The guest lies in a way that ours cannot: its sandbox ends."""
         self._link.close(link.MISBEHAVED)
-        return errors.error("guest_misbehaved", f"the sandbox was ended because its guest answered with {what}")
+        return errors.error(
+            "guest_misbehaved", f"the sandbox was ended because its guest answered with {what}"
+        )
 
     def died(self, reason: str = "") -> None:
         """Nothing inside runs any more: let go of everything, once."""
@@ -170,13 +172,17 @@ class GuestMachine(interfaces.Machine):
         try:
             await self._link.request("signal", {"pid": pid, "sig": number, "scope": scope})
         except OSError as problem:
-            raise errors.error("execution_finished", f"the process is not there any more: {problem.strerror}") from None
+            raise errors.error(
+                "execution_finished", f"the process is not there any more: {problem.strerror}"
+            ) from None
 
     def open_terminal(self) -> interfaces.Terminal:
         """The engine opens the master itself, in the instance mounted before anything hostile ran: a master passed out
         by the guest would share its flags, and a cleared O_NONBLOCK would stop the engine."""
         try:
-            master = os.open("ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._terminals)
+            master = os.open(
+                "ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._terminals
+            )
         except OSError as problem:
             raise errors.error(
                 "capacity_exceeded", f"the sandbox can open no further terminal: {problem.strerror}",
@@ -200,12 +206,16 @@ class GuestMachine(interfaces.Machine):
         try:
             answer = await self._link.request("connect", {"port": port})
         except OSError as problem:
-            raise errors.error("connection_lost", f"nothing listens on port {port} inside: {problem.strerror}") from None
+            raise errors.error(
+                "connection_lost", f"nothing listens on port {port} inside: {problem.strerror}"
+            ) from None
         return link.only_socket(answer.fds)
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
 
-    async def open_file(self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False) -> int:
+    async def open_file(
+        self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False
+    ) -> int:
         fields = {"path": path, "flags": flags, "mode": mode, "user": user, "parents": parents}
         with borders.paths(path):
             answer = await self._link.request("open", fields)
@@ -220,7 +230,9 @@ class GuestMachine(interfaces.Machine):
             raise self._misbehaved("a file name that is none")
         return frame
 
-    async def watch(self, path: str, *, recursive: bool, user: str = "user") -> AsyncIterator[model.FileEvent]:
+    async def watch(
+        self, path: str, *, recursive: bool, user: str = "user"
+    ) -> AsyncIterator[model.FileEvent]:
         with borders.paths(path):
             answer = await self._link.request("watch", {"path": path, "recursive": recursive, "user": user})
         queue: asyncio.Queue[model.FileEvent] = asyncio.Queue(maxsize=0)
@@ -310,15 +322,23 @@ _HINTS = {
 def _creation_error(frame: link.Frame) -> errors.ClocheError:
     text = f"the sandbox could not be made: {frame.failed}"
     if frame.errno == 28:  # ENOSPC
-        return errors.error("disk_full", text, hint="free space below CLOCHE_HOME, or ask for a smaller disk_mib")
+        return errors.error(
+            "disk_full", text, hint="free space below CLOCHE_HOME, or ask for a smaller disk_mib"
+        )
     return errors.error("sandbox_create_failed", text, hint="run `cloche doctor`")
 
 
 def _start_error(problem: OSError, start: interfaces.Start) -> errors.ClocheError:
     if problem.errno in (2, 20):
         return errors.error(
-            "cwd_not_found", f"there is no directory {start.cwd!r} inside", hint="make it first (box.files.make_dir)"
+            "cwd_not_found",
+            f"there is no directory {start.cwd!r} inside",
+            hint="make it first (box.files.make_dir)",
         )
     if problem.errno == 11:
-        return errors.error("sandbox_create_failed", "the sandbox may not start another process (pids limit)", hint="raise pids")
+        return errors.error(
+            "sandbox_create_failed",
+            "the sandbox may not start another process (pids limit)",
+            hint="raise pids",
+        )
     return errors.error("sandbox_create_failed", f"the command could not be started: {problem.strerror}")

@@ -63,7 +63,14 @@ class NamespacesDriver(interfaces.Driver):
     name = "namespaces"
     level: model.Level = "namespaces"
 
-    def __init__(self, home: str, *, launch: spawning.Launch | None = None, embryos: int = 2, rootless: bool | None = None) -> None:
+    def __init__(
+        self,
+        home: str,
+        *,
+        launch: spawning.Launch | None = None,
+        embryos: int = 2,
+        rootless: bool | None = None,
+    ) -> None:
         """`embryos` are kept ready; with 0 there is one for the first sandbox and none after it."""
         self._home = home
         self._launch = launch
@@ -150,7 +157,9 @@ class NamespacesDriver(interfaces.Driver):
             if block * BLOCK in self._slots:
                 continue  # ours: the lock would be granted once more
             try:
-                fcntl.fcntl(self._slots_file, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, block, 1, 0))
+                fcntl.fcntl(
+                    self._slots_file, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, block, 1, 0)
+                )
             except OSError:
                 continue
             taken = list(range(block * BLOCK, (block + 1) * BLOCK))
@@ -222,7 +231,11 @@ class NamespacesDriver(interfaces.Driver):
     # ── making one ──────────────────────────────────────────────────────────────────────────────
 
     async def create(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None = None
+        self,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Policy,
+        exposure: interfaces.Exposure | None = None,
     ) -> NamespacesMachine:
         if not self.alive:
             await self._start_launcher(self.facts.rootless)
@@ -256,7 +269,11 @@ class NamespacesDriver(interfaces.Driver):
             wire.send(self._link, message, [there.fileno()])
         except OSError as problem:
             embryo.spawned.set_exception(
-                errors.error("capacity_exceeded", f"the launcher cannot take more work: {problem.strerror}", hint="try again")
+                errors.error(
+                    "capacity_exceeded",
+                    f"the launcher cannot take more work: {problem.strerror}",
+                    hint="try again",
+                )
             )
             embryo.spawned.exception()  # an embryo that nobody waits for tells nobody
             embryo.died("it was never made")
@@ -302,7 +319,11 @@ class NamespacesDriver(interfaces.Driver):
         )  # fmt: skip
 
     def _message(
-        self, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None, held: holding.Held
+        self,
+        spec: model.SandboxSpec,
+        rules: policy.Policy,
+        exposure: interfaces.Exposure | None,
+        held: holding.Held,
     ) -> dict[str, Any]:
         resources = spec.resources
         self._usual = (resources, rules.root)
@@ -337,7 +358,10 @@ class NamespacesDriver(interfaces.Driver):
 
     def _shape(self, resources: model.Resources, root: policy.Root) -> dict[str, Any]:
         """What embryos are given ahead of need: the disk and the root that were asked for last."""
-        return {"disk": self._disk(resources.disk_mib), "steps": mounts.plan(self._view(resources, root, None))}
+        return {
+            "disk": self._disk(resources.disk_mib),
+            "steps": mounts.plan(self._view(resources, root, None)),
+        }
 
     def _disk(self, mib: int) -> dict[str, Any]:
         template = ""
@@ -377,11 +401,15 @@ class NamespacesMachine(holding.HeldMachine):
 
     def refused(self, reason: str) -> None:
         if not self.spawned.done():
-            self.spawned.set_exception(errors.error("sandbox_create_failed", f"no sandbox could be made: {reason}"))
+            self.spawned.set_exception(
+                errors.error("sandbox_create_failed", f"no sandbox could be made: {reason}")
+            )
             self.spawned.exception()
         self.died(reason)
 
-    def assign(self, sandbox_id: str, isolation: model.Isolation, exposure: interfaces.Exposure | None) -> None:
+    def assign(
+        self, sandbox_id: str, isolation: model.Isolation, exposure: interfaces.Exposure | None
+    ) -> None:
         self.id = sandbox_id
         self.isolation = isolation
         if exposure is not None:
@@ -421,7 +449,11 @@ class NamespacesMachine(holding.HeldMachine):
 
     def _mend(self, points: set[str]) -> None:
         exposure = self._exposure
-        lost = [(s, t) for s, t in exposure.protect if t not in points and os.path.lexists(s)] if exposure is not None else []
+        lost = (
+            [(s, t) for s, t in exposure.protect if t not in points and os.path.lexists(s)]
+            if exposure is not None
+            else []
+        )
         if lost and exposure is not None:
             self._driver.mount(self.key, exposure.owner, lost)
 

@@ -73,7 +73,9 @@ class ProcessDriver(spawned.SpawnedDriver):
         try:
             here, there = wire.pair()
             control, their_control = wire.pair()
-            made = ProcessMachine(self, sandbox_id, here, holding.make_group(self.groups), self._isolation(), room, control)
+            made = ProcessMachine(
+                self, sandbox_id, here, holding.make_group(self.groups), self._isolation(), room, control
+            )
         except BaseException:
             os.close(lock)
             supervising.remove(room)

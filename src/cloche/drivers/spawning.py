@@ -36,7 +36,9 @@ class Launch:
 
 def start() -> Launch:
     if not sys.executable:
-        raise errors.error("sandbox_create_failed", "this Python does not know its own executable (sys.executable)")
+        raise errors.error(
+            "sandbox_create_failed", "this Python does not know its own executable (sys.executable)"
+        )
     here, there = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
     for end in (here, there):
         end.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF, _SEND_BUFFER)
@@ -50,7 +52,9 @@ def start() -> Launch:
         os.set_inheritable(3, True)  # dup2 onto itself keeps close-on-exec
     program = _PROGRAM.format(root=root)
     # An empty environment: nothing of the caller's enters, not even by accident of inheritance.
-    pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", program], {}, file_actions=actions)
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, "-I", "-S", "-c", program], {}, file_actions=actions
+    )
     there.close()
     return Launch(here, pid)
 

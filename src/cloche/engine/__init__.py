@@ -85,12 +85,24 @@ class Engine(interfaces.Backend):
         try:
             if spec.workspace is not None:
                 lent = await asyncio.to_thread(
-                    self._workspaces.open, spec.workspace, rules=rules, sandbox_id=sandbox_id, overlay=spec.overlay,
+                    self._workspaces.open,
+                    spec.workspace,
+                    rules=rules,
+                    sandbox_id=sandbox_id,
+                    overlay=spec.overlay,
                     path=spec.path,
-                )  # fmt: skip
+                )
             machine = await self._warm.take(spec) or await self._make_machine(spec, rules, lent)
             made = sandboxes.Sandbox(
-                sandbox_id, spec, rules, machine, self.settings.limits, self._directory, self._clock, self._interpreters, lent
+                sandbox_id,
+                spec,
+                rules,
+                machine,
+                self.settings.limits,
+                self._directory,
+                self._clock,
+                self._interpreters,
+                lent,
             )
             self._sandboxes[sandbox_id] = made
         except BaseException:
@@ -107,15 +119,23 @@ class Engine(interfaces.Backend):
         info = made.info(server=self.where, owner=self.owner)
         self._journal.append(
             events.Created(
-                sandbox=sandbox_id, time=made.created_at, actor=self._actor, name=spec.name, template=spec.template,
-                profile=spec.profile, isolation=machine.isolation.level, driver=machine.isolation.driver,
-            )  # fmt: skip
+                sandbox=sandbox_id,
+                time=made.created_at,
+                actor=self._actor,
+                name=spec.name,
+                template=spec.template,
+                profile=spec.profile,
+                isolation=machine.isolation.level,
+                driver=machine.isolation.driver,
+            )
         )
         if spec.stay:
             try:
                 await asyncio.to_thread(self._store.put_sandbox, info)
             except BaseException:
-                made.spec = msgspec.structs.replace(spec, stay=False)  # there is no record of it to bring up to date
+                made.spec = msgspec.structs.replace(
+                    spec, stay=False
+                )  # there is no record of it to bring up to date
                 await self._end(made, "failed", "it could not be recorded")
                 raise
         self._warm.replenish(spec, rules)
@@ -134,7 +154,9 @@ class Engine(interfaces.Backend):
             raise errors.error("server_unavailable", "this engine is closed")
         spec.check()
         if spec.template != "base":
-            raise errors.error("template_not_found", f"there is no template {spec.template!r}", hint="use 'base'")
+            raise errors.error(
+                "template_not_found", f"there is no template {spec.template!r}", hint="use 'base'"
+            )
 
     def _rules(self, spec: model.SandboxSpec) -> policy.Policy:
         rules = policy.profile(spec.profile)
@@ -142,27 +164,30 @@ class Engine(interfaces.Backend):
             rules = policy.parse(spec.policy, base=rules)
         if rules.network != "off" and (spec.policy.get("network") or "off") != "off":
             raise errors.error(
-                "network_refused", "network rules are not available in this version; the network is off",
+                "network_refused",
+                "network rules are not available in this version; the network is off",
                 hint="leave network out",
-            )  # fmt: skip
+            )
         return rules
 
     def _same(self, spec: model.SandboxSpec) -> model.SandboxInfo:
         found = self._sandboxes.get(self._names[spec.name or ""])
         if found is None or found.spec != spec:
             raise errors.error(
-                "name_conflict", f"the name {spec.name!r} is taken by a sandbox that was asked for differently",
+                "name_conflict",
+                f"the name {spec.name!r} is taken by a sandbox that was asked for differently",
                 hint="delete it, or choose another name",
-            )  # fmt: skip
+            )
         return found.info(server=self.where, owner=self.owner)
 
     def _check_capacity(self) -> None:
         limit = self.settings.limits.max_sandboxes
         if len(self._sandboxes) + self._creating >= limit:
             raise errors.error(
-                "capacity_exceeded", f"{limit} sandboxes are live, which is this engine's limit",
+                "capacity_exceeded",
+                f"{limit} sandboxes are live, which is this engine's limit",
                 hint="delete some, or raise limits.max_sandboxes",
-            )  # fmt: skip
+            )
 
     async def _make_machine(
         self, spec: model.SandboxSpec, rules: policy.Policy, lent: interfaces.Workspace | None = None
@@ -176,8 +201,12 @@ class Engine(interfaces.Backend):
         if found is not None:
             return found
         if sandbox in self._ended:
-            raise errors.error("sandbox_lost", f"sandbox {sandbox} has ended: {self._ended[sandbox]}", hint="create another")
-        raise errors.error("sandbox_not_found", f"there is no sandbox {sandbox!r}", hint="`cloche list` shows what is there")
+            raise errors.error(
+                "sandbox_lost", f"sandbox {sandbox} has ended: {self._ended[sandbox]}", hint="create another"
+            )
+        raise errors.error(
+            "sandbox_not_found", f"there is no sandbox {sandbox!r}", hint="`cloche list` shows what is there"
+        )
 
     async def info(self, sandbox: str) -> model.SandboxInfo:
         return self._find(sandbox).info(server=self.where, owner=self.owner)
@@ -192,9 +221,10 @@ class Engine(interfaces.Backend):
         found = self._find(sandbox)
         if found.workspace is None or found.machine.upper_fd < 0:
             raise errors.error(
-                "argument_invalid", f"sandbox {found.id} has no overlaid workspace",
+                "argument_invalid",
+                f"sandbox {found.id} has no overlaid workspace",
                 hint="create it with workspace=… and overlay=True",
-            )  # fmt: skip
+            )
         return found.workspace, f"/proc/self/fd/{found.machine.upper_fd}/."
 
     async def diff(self, sandbox: str) -> builtins.list[model.FileChange]:
@@ -217,7 +247,9 @@ class Engine(interfaces.Backend):
         found.extend(timeout_s)
         self._reaper.look_again(found)
         self._journal.append(
-            events.Extended(sandbox=found.id, time=self._clock.time(), actor=self._actor, expires_at=found.expires_at)
+            events.Extended(
+                sandbox=found.id, time=self._clock.time(), actor=self._actor, expires_at=found.expires_at
+            )
         )
         return found.info(server=self.where, owner=self.owner)
 
@@ -247,18 +279,26 @@ class Engine(interfaces.Backend):
         self._forget(sandbox, words)
         self._journal.append(
             events.Deleted(
-                sandbox=sandbox.id, time=self._clock.time(), actor=self._actor, reason=reason, executions=sandbox.count
+                sandbox=sandbox.id,
+                time=self._clock.time(),
+                actor=self._actor,
+                reason=reason,
+                executions=sandbox.count,
             )
         )
         if sandbox.spec.stay:
-            await asyncio.to_thread(self._store.put_sandbox, sandbox.info(server=self.where, owner=self.owner))
+            await asyncio.to_thread(
+                self._store.put_sandbox, sandbox.info(server=self.where, owner=self.owner)
+            )
         await sandbox.machine.kill(words)
         sandbox.close()
         await self._give_back(sandbox)
 
     def _expire(self, sandbox: sandboxes.Sandbox, reason: str) -> None:
         words = "its time was up" if reason == "expired" else "nobody used it"
-        self._spawn(self._end(sandbox, "expired" if reason == "expired" else "idle", words), f"end {sandbox.id}")
+        self._spawn(
+            self._end(sandbox, "expired" if reason == "expired" else "idle", words), f"end {sandbox.id}"
+        )
 
     def _machine_ended(self, sandbox: sandboxes.Sandbox, future: asyncio.Future[str]) -> None:
         if sandbox.phase == "deleted" or future.cancelled():
@@ -269,7 +309,9 @@ class Engine(interfaces.Backend):
         sandbox.close()
         self._spawn(self._give_back(sandbox), f"give back {sandbox.id}")
         self._journal.append(
-            events.Lost(sandbox=sandbox.id, time=self._clock.time(), actor="engine", reason=reason, owner=self.owner)
+            events.Lost(
+                sandbox=sandbox.id, time=self._clock.time(), actor="engine", reason=reason, owner=self.owner
+            )
         )
 
     async def _give_back(self, sandbox: sandboxes.Sandbox) -> None:
@@ -303,10 +345,15 @@ class Engine(interfaces.Backend):
         except TimeoutError:
             log = running.log
             return model.ExecResult(
-                exit_code=None, stdout_bytes=log.stdout.bytes(), stderr_bytes=log.stderr.bytes(),
-                stdout_total=log.stdout.total, stderr_total=log.stderr.total, isolation=found.machine.isolation,
-                execution=running.id, process=running.id,
-            )  # fmt: skip
+                exit_code=None,
+                stdout_bytes=log.stdout.bytes(),
+                stderr_bytes=log.stderr.bytes(),
+                stdout_total=log.stdout.total,
+                stderr_total=log.stderr.total,
+                isolation=found.machine.isolation,
+                execution=running.id,
+                process=running.id,
+            )
         except asyncio.CancelledError:
             if not found.spec.stay:
                 with suppress(errors.ClocheError):
@@ -322,9 +369,13 @@ class Engine(interfaces.Backend):
         shown = running.info()
         self._journal.append(
             events.Started(
-                sandbox=found.id, time=shown.started_at, actor=self._actor, execution=running.id,
-                command=shown.command, user=request.user,
-            )  # fmt: skip
+                sandbox=found.id,
+                time=shown.started_at,
+                actor=self._actor,
+                execution=running.id,
+                command=shown.command,
+                user=request.user,
+            )
         )
         running.result.add_done_callback(lambda future: self._record_exit(found, running, future))
         return running
@@ -343,10 +394,16 @@ class Engine(interfaces.Backend):
             )
         self._journal.append(
             events.Exited(
-                sandbox=found.id, time=now, actor="guest", execution=running.id, exit_code=result.exit_code,
-                signal=result.signal, timed_out=result.timed_out, oom_killed=result.oom_killed,
+                sandbox=found.id,
+                time=now,
+                actor="guest",
+                execution=running.id,
+                exit_code=result.exit_code,
+                signal=result.signal,
+                timed_out=result.timed_out,
+                oom_killed=result.oom_killed,
                 duration_ms=result.duration_ms,
-            )  # fmt: skip
+            )
         )
 
     def attach(
@@ -396,17 +453,23 @@ class Engine(interfaces.Backend):
         info = await files.write(await self._machine(sandbox), path, data, user=user, mode=mode)
         found = self._find(sandbox)
         self._journal.append(
-            events.FileWritten(sandbox=found.id, time=self._clock.time(), actor=self._actor, path=path, size=len(data))
+            events.FileWritten(
+                sandbox=found.id, time=self._clock.time(), actor=self._actor, path=path, size=len(data)
+            )
         )
         return info
 
-    async def list_files(self, sandbox: str, path: str, depth: int = 1, user: str = "user") -> builtins.list[model.FileInfo]:
+    async def list_files(
+        self, sandbox: str, path: str, depth: int = 1, user: str = "user"
+    ) -> builtins.list[model.FileInfo]:
         return await files.list_dir(await self._machine(sandbox), path, user=user, depth=depth)
 
     async def stat_file(self, sandbox: str, path: str, user: str = "user") -> model.FileInfo:
         return await files.stat_path(await self._machine(sandbox), path, user=user)
 
-    async def move_file(self, sandbox: str, path: str, target: str, overwrite: bool = True, user: str = "user") -> None:
+    async def move_file(
+        self, sandbox: str, path: str, target: str, overwrite: bool = True, user: str = "user"
+    ) -> None:
         await files.move(await self._machine(sandbox), path, target, user=user, overwrite=overwrite)
 
     async def remove_file(self, sandbox: str, path: str, recursive: bool = False, user: str = "user") -> None:
@@ -431,7 +494,9 @@ class Engine(interfaces.Backend):
 
     # ── contexts ────────────────────────────────────────────────────────────────────────────────
 
-    async def create_context(self, sandbox: str, language: str = "python", cwd: str | None = None) -> model.ContextInfo:
+    async def create_context(
+        self, sandbox: str, language: str = "python", cwd: str | None = None
+    ) -> model.ContextInfo:
         return (await self._find(sandbox).create_context(language, cwd)).info()
 
     async def contexts(self, sandbox: str) -> builtins.list[model.ContextInfo]:
@@ -474,7 +539,9 @@ class Engine(interfaces.Backend):
 
     # ── the journal, and the rest ───────────────────────────────────────────────────────────────
 
-    async def events(self, after: int = 0, sandbox: str | None = None, limit: int = 1000) -> builtins.list[dict[str, Any]]:
+    async def events(
+        self, after: int = 0, sandbox: str | None = None, limit: int = 1000
+    ) -> builtins.list[dict[str, Any]]:
         return await self._journal.read(after=after, sandbox=sandbox, limit=limit)
 
     def follow_events(self, after: int = 0, sandbox: str | None = None) -> AsyncIterator[dict[str, Any]]:
@@ -517,7 +584,9 @@ class Engine(interfaces.Backend):
             return
         self._closed = True
         self._reaper.close()
-        await asyncio.gather(*(self._end(s, "engine_stopped", "its engine stopped") for s in tuple(self._sandboxes.values())))
+        await asyncio.gather(
+            *(self._end(s, "engine_stopped", "its engine stopped") for s in tuple(self._sandboxes.values()))
+        )
         await self._warm.close()
         await self._placement.close()
         await asyncio.gather(*self._background, return_exceptions=True)

@@ -28,13 +28,22 @@ _TURNS = 8
 _MAX_STATUS = 8
 _MAX_OUTPUT = 16 * 1024 * 1024
 _READY_TIMEOUT_S = 30.0
-ALIASES = {"python": "python", "python3": "python", "py": "python", "bash": "bash", "sh": "bash", "shell": "bash"}
+ALIASES = {
+    "python": "python",
+    "python3": "python",
+    "py": "python",
+    "bash": "bash",
+    "sh": "bash",
+    "shell": "bash",
+}
 
 
 def language_of(name: str, known: Iterable[str]) -> str:
     found = ALIASES.get(name, name)
     if found not in known:
-        raise errors.error("language_unknown", f"there are no contexts for {name!r}", hint=f"use one of {', '.join(known)}")
+        raise errors.error(
+            "language_unknown", f"there are no contexts for {name!r}", hint=f"use one of {', '.join(known)}"
+        )
     return found
 
 
@@ -108,7 +117,9 @@ class Context:
         if self._interpreter.source is not None:
             inside.append(self._interpreter.source())
         try:
-            child = await self._machine.start(interfaces.Start(self._interpreter.command, {}, self.cwd, "user", inside))
+            child = await self._machine.start(
+                interfaces.Start(self._interpreter.command, {}, self.cwd, "user", inside)
+            )
         except BaseException:
             here.close()
             os.close(out_read)
@@ -140,7 +151,9 @@ class Context:
             await asyncio.wait_for(asyncio.shield(self._ready), _READY_TIMEOUT_S)
         except TimeoutError:
             self.close()
-            raise errors.error("context_lost", "the interpreter did not start", hint="is there a python3 in the template?") from None
+            raise errors.error(
+                "context_lost", "the interpreter did not start", hint="is there a python3 in the template?"
+            ) from None
 
     def _interpreter_ended(self, channel: socket.socket) -> None:
         if channel is self._socket:  # not one that a restart has replaced: its end may be told late
@@ -204,11 +217,15 @@ class Context:
 
     # ── a run ───────────────────────────────────────────────────────────────────────────────────
 
-    async def run(self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None) -> model.CodeResult:
+    async def run(
+        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> model.CodeResult:
         """Run code and wait. Runs of one context queue up; the user's error is part of the result."""
         async with self._lock:
             if self._socket is None:
-                raise errors.error("context_lost", "the context has ended", hint="restart it, or create another")
+                raise errors.error(
+                    "context_lost", "the context has ended", hint="restart it, or create another"
+                )
             self._runs += 1
             self._run = Run(str(self._runs))
             self._texts()
@@ -229,7 +246,9 @@ class Context:
         assert self._socket is not None
         assert self._run is not None
         if self._interpreter.frames:
-            body = msgspec.json.encode({"op": "run", "id": self._run.id, "code": code, "env": env or None, "cwd": None, "name": None})
+            body = msgspec.json.encode(
+                {"op": "run", "id": self._run.id, "code": code, "env": env or None, "cwd": None, "name": None}
+            )
             message = struct.pack(">I", len(body)) + body
         else:
             if "\0" in code:
@@ -248,7 +267,9 @@ class Context:
                 await self.interrupt()
             if not run.done.done():
                 await self.restart()  # deaf to SIGINT: the context's state is lost, the sandbox is not
-            run.error = model.CodeError(name="TimeoutError", value=f"the code ran longer than {timeout_s:g} s", traceback="")
+            run.error = model.CodeError(
+                name="TimeoutError", value=f"the code ran longer than {timeout_s:g} s", traceback=""
+            )
         texts = [bytes(text[:_MAX_OUTPUT]).decode("utf-8", "replace") for text in self._texts()] or ["", ""]
         return model.CodeResult(
             results=tuple(run.results), stdout=texts[0], stderr=texts[1], error=run.error, execution_count=run.count,
@@ -331,7 +352,9 @@ class Context:
             run.started.set_result(None)
         elif frame.op == "result" and len(run.results) < 1000 and run.size + size <= _MAX_FRAME:
             run.size += size
-            run.results.append({**frame.data, "main": frame.main, **({"extra": frame.extra} if frame.extra else {})})
+            run.results.append(
+                {**frame.data, "main": frame.main, **({"extra": frame.extra} if frame.extra else {})}
+            )
         elif frame.op == "error":
             run.error = model.CodeError(name=frame.name, value=frame.value, traceback=frame.traceback)
         elif frame.op == "done":

@@ -199,7 +199,11 @@ class Execution:
         if self._stdin < 0 or self._stdin_ends or not self.running:
             raise errors.error("execution_finished", "the command takes no more input")
         if len(self._pending) + len(data) > _MAX_STDIN:
-            raise errors.error("capacity_exceeded", "the command does not read its input; 64 MiB are waiting", hint="write less at a time")
+            raise errors.error(
+                "capacity_exceeded",
+                "the command does not read its input; 64 MiB are waiting",
+                hint="write less at a time",
+            )
         self._on_use()
         self._feed(data)
         while self._pending and self._stdin >= 0 and len(self._pending) > _CHUNK:
@@ -322,9 +326,13 @@ class Execution:
             limit = self._machine.limits["memory_mib"]
             self.denied(
                 model.Denial(
-                    kind="limit", operation="memory", target=f"{limit.value:g} MiB", rule="resources.memory_mib",
-                    hint="use less memory, or create the sandbox with a larger memory_mib", evidence="limit",
-                )  # fmt: skip
+                    kind="limit",
+                    operation="memory",
+                    target=f"{limit.value:g} MiB",
+                    rule="resources.memory_mib",
+                    hint="use less memory, or create the sandbox with a larger memory_mib",
+                    evidence="limit",
+                )
             )
         self._infer_denials()
         log = self.log
@@ -348,9 +356,13 @@ class Execution:
             if rule is not None:
                 self.denied(
                     model.Denial(
-                        kind="file", operation="write", target=path, rule=rule,
-                        hint="write below /workspace, /tmp or the home directory instead", evidence="inferred",
-                    )  # fmt: skip
+                        kind="file",
+                        operation="write",
+                        target=path,
+                        rule=rule,
+                        hint="write below /workspace, /tmp or the home directory instead",
+                        evidence="inferred",
+                    )
                 )
 
     def _close_all(self) -> None:
@@ -366,7 +378,9 @@ class Execution:
         self._close_all()
         self.log.close()
 
-    def follow(self, after: int = 0, *, wait: bool = True, lossless: bool = False) -> AsyncIterator[model.StreamEvent]:
+    def follow(
+        self, after: int = 0, *, wait: bool = True, lossless: bool = False
+    ) -> AsyncIterator[model.StreamEvent]:
         return self.log.follow_all(after) if lossless else self.log.follow(after, wait=wait)
 
 

@@ -115,7 +115,9 @@ async def _fill(fd: int, data: bytes, path: str) -> None:
     except OSError as problem:
         code = "sandbox_disk_full" if problem.errno in (28, 122) else "permission_denied"
         raise errors.error(
-            code, f"{path} was not written: {problem.strerror}", hint="remove files, or ask for a larger disk_mib"
+            code,
+            f"{path} was not written: {problem.strerror}",
+            hint="remove files, or ask for a larger disk_mib",
         ) from None
 
 
@@ -132,12 +134,16 @@ async def _discard(machine: interfaces.Machine, path: str, user: str) -> None:
         pass  # the sandbox is gone, and the draft with it
 
 
-async def stat_path(machine: interfaces.Machine, path: str, *, user: str = "user", follow: bool = False) -> model.FileInfo:
+async def stat_path(
+    machine: interfaces.Machine, path: str, *, user: str = "user", follow: bool = False
+) -> model.FileInfo:
     frame = await machine.file_act("stat", model.check_path(path), user=user, follow=follow)
     return _info(path.rstrip("/") or "/", frame.entry)
 
 
-async def list_dir(machine: interfaces.Machine, path: str, *, user: str = "user", depth: int = 1) -> list[model.FileInfo]:
+async def list_dir(
+    machine: interfaces.Machine, path: str, *, user: str = "user", depth: int = 1
+) -> list[model.FileInfo]:
     if depth < 1:
         raise errors.error("limit_invalid", f"depth is {depth}; it must be at least 1")
     found = level = await _entries(machine, path, user)
@@ -146,12 +152,16 @@ async def list_dir(machine: interfaces.Machine, path: str, *, user: str = "user"
         below: list[model.FileInfo] = []
         for directory in level:
             if directory.type == "directory":
-                below += await _entries(machine, directory.path, user, most=_MOST_ENTRIES - len(found) - len(below))
+                below += await _entries(
+                    machine, directory.path, user, most=_MOST_ENTRIES - len(found) - len(below)
+                )
         found, level = found + below, below
     return found
 
 
-async def _entries(machine: interfaces.Machine, path: str, user: str, most: int = _MOST_ENTRIES) -> list[model.FileInfo]:
+async def _entries(
+    machine: interfaces.Machine, path: str, user: str, most: int = _MOST_ENTRIES
+) -> list[model.FileInfo]:
     """One directory. What says that there is always more is a hostile guest, or too much to hold."""
     model.check_path(path)
     found: list[model.FileInfo] = []
@@ -159,10 +169,15 @@ async def _entries(machine: interfaces.Machine, path: str, user: str, most: int 
     after = ""
     while True:
         frame = await machine.file_act("list", path, user=user, after=after)
-        found += [_info(f"{base}/{e.name}" if base not in ("", ".") or path.startswith("/") else e.name, e) for e in frame.entries]
+        found += [
+            _info(f"{base}/{e.name}" if base not in ("", ".") or path.startswith("/") else e.name, e)
+            for e in frame.entries
+        ]
         if len(found) > most:
             raise errors.error(
-                "file_too_large", f"there are more than {_MOST_ENTRIES} entries", hint="list the parts, or use a command"
+                "file_too_large",
+                f"there are more than {_MOST_ENTRIES} entries",
+                hint="list the parts, or use a command",
             )
         if not frame.more:
             return found
@@ -171,12 +186,18 @@ async def _entries(machine: interfaces.Machine, path: str, user: str, most: int 
         after = frame.last
 
 
-async def move(machine: interfaces.Machine, source: str, target: str, *, user: str = "user", overwrite: bool = True) -> None:
+async def move(
+    machine: interfaces.Machine, source: str, target: str, *, user: str = "user", overwrite: bool = True
+) -> None:
     model.check_path(target)
-    await machine.file_act("move", model.check_path(source), target=target, user=user, overwrite=overwrite, parents=True)
+    await machine.file_act(
+        "move", model.check_path(source), target=target, user=user, overwrite=overwrite, parents=True
+    )
 
 
-async def remove(machine: interfaces.Machine, path: str, *, user: str = "user", recursive: bool = False) -> None:
+async def remove(
+    machine: interfaces.Machine, path: str, *, user: str = "user", recursive: bool = False
+) -> None:
     await machine.file_act("remove", model.check_path(path), user=user, recursive=recursive)
 
 
@@ -200,7 +221,9 @@ async def download_tree(machine: interfaces.Machine, path: str, *, user: str = "
     return buffer.getvalue()
 
 
-async def _add_below(machine: interfaces.Machine, archive: tarfile.TarFile, path: str, user: str, buffer: io.BytesIO) -> None:
+async def _add_below(
+    machine: interfaces.Machine, archive: tarfile.TarFile, path: str, user: str, buffer: io.BytesIO
+) -> None:
     waiting = [(path, "")]
     count = 0
     while waiting:  # not by recursion: a tree inside may be deeper than Python's stack
@@ -214,7 +237,12 @@ async def _add_below(machine: interfaces.Machine, archive: tarfile.TarFile, path
 
 
 async def _add(
-    machine: interfaces.Machine, archive: tarfile.TarFile, entry: model.FileInfo, name: str, user: str, buffer: io.BytesIO
+    machine: interfaces.Machine,
+    archive: tarfile.TarFile,
+    entry: model.FileInfo,
+    name: str,
+    user: str,
+    buffer: io.BytesIO,
 ) -> None:
     import io
     import tarfile
@@ -253,7 +281,9 @@ async def upload_tree(machine: interfaces.Machine, path: str, archive: bytes, *,
                 await machine.file_act("symlink", target, target=member.linkname, user=user, parents=True)
             else:
                 file = source.extractfile(member)
-                await write(machine, target, file.read() if file else b"", user=user, mode=member.mode & 0o777)
+                await write(
+                    machine, target, file.read() if file else b"", user=user, mode=member.mode & 0o777
+                )
                 count += 1
     return count
 
@@ -264,7 +294,7 @@ def _open_archive(archive: bytes) -> tarfile.TarFile:
     import tarfile
 
     try:
-        source = tarfile.open(fileobj=io.BytesIO(archive), mode="r:*")
+        source = tarfile.open(fileobj=io.BytesIO(archive), mode="r:*")  # noqa: SIM115 - the caller closes it
         source.getmembers()
         return source
     except (tarfile.TarError, EOFError, OSError, ValueError) as problem:
@@ -277,7 +307,9 @@ def _check_member(member: tarfile.TarInfo) -> None:
     if member.name.startswith("/") or ".." in parts:
         raise errors.error("path_invalid", f"the archive's {member.name!r} leads out of the target")
     if not (member.isreg() or member.isdir() or member.issym()):
-        raise errors.error("not_regular_file", f"the archive's {member.name!r} is a device, FIFO or hard link")
+        raise errors.error(
+            "not_regular_file", f"the archive's {member.name!r} is a device, FIFO or hard link"
+        )
 
 
 def _info(path: str, entry: Any) -> model.FileInfo:

@@ -48,7 +48,9 @@ class Journal:
     def _write(self, batch: list[events.AnyEvent]) -> None:
         self._store.record(batch)
 
-    async def read(self, *, after: int = 0, sandbox: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
+    async def read(
+        self, *, after: int = 0, sandbox: str | None = None, limit: int = 1000
+    ) -> list[dict[str, Any]]:
         await self.flush()
         return await asyncio.to_thread(self._store.events, after=after, sandbox=sandbox, limit=limit)
 

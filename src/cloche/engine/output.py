@@ -114,7 +114,11 @@ class Log:
         (self.stdout if stream == "stdout" else self.stderr).add(data)
         for tap in self._taps:
             tap.put(model.Output(stream=stream, data=data, seq=self.next_seq), len(data))
-        kept = self._size + len(data) <= self._spool_limit and len(self._frames) < _MOST_FRAMES and self._write(data)
+        kept = (
+            self._size + len(data) <= self._spool_limit
+            and len(self._frames) < _MOST_FRAMES
+            and self._write(data)
+        )
         if not self._join(stream, len(data), kept):
             if len(self._frames) < _MOST_FRAMES:
                 self._frames.append(Frame(stream, self._size, len(data), kept))

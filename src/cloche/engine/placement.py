@@ -25,7 +25,11 @@ class Placement:
 
     async def choose(self, minimum: model.Level, name: str | None = None) -> interfaces.Driver:
         if name is not None and name not in self._factories:
-            raise errors.error("argument_invalid", f"there is no driver {name!r}", hint=f"one of {', '.join(self._factories)}")
+            raise errors.error(
+                "argument_invalid",
+                f"there is no driver {name!r}",
+                hint=f"one of {', '.join(self._factories)}",
+            )
         for candidate in [name] if name is not None else list(self._factories):
             driver = await self._start(candidate)
             if driver is not None and model.LEVELS.index(driver.level) >= model.LEVELS.index(minimum):
@@ -51,7 +55,9 @@ class Placement:
         reasons = "; ".join(f"{driver}: {problem.message}" for driver, problem in self._reasons.items())
         if name is not None and name in self._reasons:
             return self._reasons[name]
-        text = f"no isolation of at least {minimum!r} can be had on this host" + (f" ({reasons})" if reasons else "")
+        text = f"no isolation of at least {minimum!r} can be had on this host" + (
+            f" ({reasons})" if reasons else ""
+        )
         return errors.error(
             "isolation_too_low", text,
             hint="run `cloche doctor`; to accept less, say minimum_isolation='process'",

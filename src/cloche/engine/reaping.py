@@ -118,7 +118,9 @@ class Warm:
             bare = msgspec.structs.replace(spec, name=None, env={}, labels={}, stay=False)
             self._task = asyncio.get_running_loop().create_task(self._fill(bare, rules, stale), name="warm")
 
-    async def _fill(self, spec: model.SandboxSpec, rules: policy.Policy, stale: list[interfaces.Machine]) -> None:
+    async def _fill(
+        self, spec: model.SandboxSpec, rules: policy.Policy, stale: list[interfaces.Machine]
+    ) -> None:
         for machine in stale:
             await machine.kill("another shape is wanted")
         with suppress(errors.ClocheError):
@@ -137,7 +139,14 @@ class Warm:
 
 def _shape(spec: model.SandboxSpec) -> bytes:
     """What must be equal for one sandbox to stand in for another; the rest is bound when it is taken."""
-    late: dict[str, Any] = {"name": None, "env": {}, "labels": {}, "stay": False, "timeout_s": None, "idle_timeout_s": None}
+    late: dict[str, Any] = {
+        "name": None,
+        "env": {},
+        "labels": {},
+        "stay": False,
+        "timeout_s": None,
+        "idle_timeout_s": None,
+    }
     return msgspec.json.encode(msgspec.structs.replace(spec, **late))
 
 

@@ -80,7 +80,9 @@ class Sandbox:
                 hint="use profile='moderate'",
             )  # fmt: skip
         await self.wake()
-        made = execution.Execution(model.new_id(), request, self.machine, self._limits, self._directory, self.touch)
+        made = execution.Execution(
+            model.new_id(), request, self.machine, self._limits, self._directory, self.touch
+        )
         self._forget_finished()
         self.executions[made.id] = made
         self._unfinished.add(made.id)

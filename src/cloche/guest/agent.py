@@ -163,7 +163,13 @@ class Agent:
             os.chdir("/")
 
     def fork(
-        self, argv: "list[str]", environment: "dict[str, str]", cwd: int, identity: int, fds: "list[int]", tty: bool
+        self,
+        argv: "list[str]",
+        environment: "dict[str, str]",
+        cwd: int,
+        identity: int,
+        fds: "list[int]",
+        tty: bool,
     ) -> int:
         pid = os.fork()
         if pid == 0:
@@ -197,7 +203,13 @@ class Agent:
             return calls.open_inside(self.absolute(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def become(
-        self, argv: "list[bytes]", environment: "dict[str, str]", cwd: int, identity: int, fds: "list[int]", tty: bool
+        self,
+        argv: "list[bytes]",
+        environment: "dict[str, str]",
+        cwd: int,
+        identity: int,
+        fds: "list[int]",
+        tty: bool,
     ) -> None:
         """In the child: take on streams, terminal, directory and user; then be the command."""
         os.setsid()
@@ -333,7 +345,9 @@ class Agent:
             directory = calls.open_inside(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 # By the name that the host is told, or it could not say where to go on.
-                names = sorted((told, n) for n in os.listdir(directory) if (told := _told(n)) > after)[:_BATCH]
+                names = sorted((told, n) for n in os.listdir(directory) if (told := _told(n)) > after)[
+                    :_BATCH
+                ]
             finally:
                 os.close(directory)
             entries = []
@@ -344,7 +358,11 @@ class Agent:
                     entries.append([told])  # removed meanwhile
             some = _fitting(entries)
             more = len(names) == _BATCH or len(some) < len(entries)
-            return {"entries": [e for e in some if len(e) > 1], "more": more, "last": str(some[-1][0]) if more else ""}, []
+            return {
+                "entries": [e for e in some if len(e) > 1],
+                "more": more,
+                "last": str(some[-1][0]) if more else "",
+            }, []
 
     def move(self, message: "Message", _fds: "list[int]") -> "Answer":
         with self.acting_as(self.identity(message)):
@@ -411,7 +429,9 @@ class Agent:
 class Watch:
     """Changes beneath a directory, by inotify; new directories are followed when asked."""
 
-    _MASK = 0x2 | 0x4 | 0x8 | 0x40 | 0x80 | 0x100 | 0x200  # modify, attrib, close_write, moved_*, create, delete
+    _MASK = (
+        0x2 | 0x4 | 0x8 | 0x40 | 0x80 | 0x100 | 0x200
+    )  # modify, attrib, close_write, moved_*, create, delete
 
     def __init__(self, root: str, recursive: bool) -> None:
         self.root, self.recursive = root.rstrip("/") or "/", recursive
@@ -455,7 +475,13 @@ class Watch:
 
 
 def _watch_kind(mask: int) -> str:
-    for bits, kind in ((0x100 | 0x80, "create"), (0x8 | 0x2, "write"), (0x200, "remove"), (0x40, "rename"), (0x4, "chmod")):
+    for bits, kind in (
+        (0x100 | 0x80, "create"),
+        (0x8 | 0x2, "write"),
+        (0x200, "remove"),
+        (0x40, "rename"),
+        (0x4, "chmod"),
+    ):
         if mask & bits:
             return kind
     return ""
@@ -472,7 +498,11 @@ def _replace(argv: "list[bytes]", environment: "dict[bytes, bytes]") -> None:
         except OSError as problem:
             if problem.errno == errno.ENOEXEC:
                 try:
-                    os.execve(b"/bin/sh", [b"sh", os.path.join(directory, name) if directory else name, *argv[1:]], environment)
+                    os.execve(
+                        b"/bin/sh",
+                        [b"sh", os.path.join(directory, name) if directory else name, *argv[1:]],
+                        environment,
+                    )
                 except OSError as second:
                     problem = second
             if problem.errno not in (errno.ENOENT, errno.ENOTDIR):

@@ -32,7 +32,9 @@ def encode(message: object) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-def send(link: socket.socket, message: object, fds: "list[int] | tuple[int, ...]" = (), *, lossy: bool = False) -> None:
+def send(
+    link: socket.socket, message: object, fds: "list[int] | tuple[int, ...]" = (), *, lossy: bool = False
+) -> None:
     """Send one message. A large one goes by memfd, so that it never has to fit a socket buffer.
 
     With `lossy`, bytes of file names that are not UTF-8 become "?": a host's schema takes text only.
@@ -70,7 +72,9 @@ def receive(link: socket.socket) -> "tuple[dict[str, object], list[int]] | None"
 
 def receive_raw(link: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
     """One frame's bytes and descriptors. A frame or descriptor list that was cut counts as the peer's end."""
-    body, ancillary, cut, _ = link.recvmsg(MAX_FRAME, socket.CMSG_SPACE(MAX_FDS * _FD_SIZE), flags | socket.MSG_CMSG_CLOEXEC)
+    body, ancillary, cut, _ = link.recvmsg(
+        MAX_FRAME, socket.CMSG_SPACE(MAX_FDS * _FD_SIZE), flags | socket.MSG_CMSG_CLOEXEC
+    )
     fds: list[int] = []
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

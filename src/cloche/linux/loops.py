@@ -34,7 +34,21 @@ def format_image(path: str, mib: int, directories: "tuple[str, ...]" = ()) -> No
                 os.makedirs(f"{tree}/{directory}")
             for place, _, _ in os.walk(tree):
                 os.chmod(place, 0o755)  # whatever the caller's umask
-            command = [mkfs, "-q", "-F", "-b", "4096", "-O", "^has_journal,^resize_inode,sparse_super2", "-E", options, "-m", "0", "-d", tree]
+            command = [
+                mkfs,
+                "-q",
+                "-F",
+                "-b",
+                "4096",
+                "-O",
+                "^has_journal,^resize_inode,sparse_super2",
+                "-E",
+                options,
+                "-m",
+                "0",
+                "-d",
+                tree,
+            ]
             subprocess.run([*command, temporary], check=True, capture_output=True)
         os.rename(temporary, path)
     finally:

@@ -33,7 +33,9 @@ MASKED = (  # of /proc: what tells about the host, or other people's keys
 )  # fmt: skip
 READ_ONLY = ("sys", "bus", "fs", "irq")  # of /proc
 USER = 1000
-DISK = tuple(f"u{n}/{part}" for n in range(4) for part in ("up", "work"))  # made with the disk, for the first overlays
+DISK = tuple(
+    f"u{n}/{part}" for n in range(4) for part in ("up", "work")
+)  # made with the disk, for the first overlays
 PRIVATE = ("/tmp", "/home/user", "/workspace", "/var/tmp")  # writable even where the root is not
 
 
@@ -89,17 +91,23 @@ def plan(view: View) -> "list[Step]":
     act = "overlay" if view.writable else "layer"
     lent = bool(view.overlays or view.binds or view.private)
     # A read-only root must still take the mount points of a workspace: it is sealed when they are made.
-    steps: "list[Step]" = [["overlay" if lent else act, "/", view.skeleton, {}]]
+    steps: list[Step] = [["overlay" if lent else act, "/", view.skeleton, {}]]
     steps += [[act, layer, layer, {}] for layer in _outermost_first(view.layers)]
     if not view.writable:
         steps += [["private", path, view.skeleton + path, {}] for path in PRIVATE]
     steps.append(["devices", "/dev", "", {"shm_mib": view.shm_mib}])
     steps.append(["proc", "/proc", "", {}])
     made = {"make": True}
-    groups: "list[list[Step]]" = [
+    groups: list[list[Step]] = [
         [["overlay", path, path, {"owner": True, **made}] for path in view.overlays],
-        [["bind", b.target, b.source, {"writable": b.writable, "owner": b.owner, **made}] for b in view.binds],
-        [["bind", target, source, {"writable": True, "owner": True, **made}] for source, target in view.private],
+        [
+            ["bind", b.target, b.source, {"writable": b.writable, "owner": b.owner, **made}]
+            for b in view.binds
+        ],
+        [
+            ["bind", target, source, {"writable": True, "owner": True, **made}]
+            for source, target in view.private
+        ],
         # Late, so that nothing uncovers them.
         [["pin", target, "", {}] for target in view.pinned]
         + [["bind", target, source, {"writable": False, "owner": True}] for source, target in view.protect],
@@ -165,7 +173,9 @@ def _make_devices(path: str) -> None:
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"),
                          ("stderr", "/proc/self/fd/2"), ("ptmx", "pts/ptmx"), ("core", "/proc/kcore")):  # fmt: skip
         os.symlink(target, f"{path}/{name}")
-    syscalls.mount_setattr(syscalls.AT_FDCWD, path, syscalls.AT_RECURSIVE, set_attributes=syscalls.MOUNT_ATTR_RDONLY)
+    syscalls.mount_setattr(
+        syscalls.AT_FDCWD, path, syscalls.AT_RECURSIVE, set_attributes=syscalls.MOUNT_ATTR_RDONLY
+    )
 
 
 class Builder:
@@ -309,7 +319,9 @@ class Builder:
             return
         cover = self.stage.masked_dir if stat.S_ISDIR(info.st_mode) else self.stage.masked_file
         syscalls.mount(cover, path, None, _BIND)
-        syscalls.mount(None, path, None, _BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _LOCKED | syscalls.MS_NOEXEC)
+        syscalls.mount(
+            None, path, None, _BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _LOCKED | syscalls.MS_NOEXEC
+        )
 
     def do_bind(self, target: str, source: str, options: "dict[str, Any]") -> None:
         self.prepare(target, source, options)
@@ -317,7 +329,9 @@ class Builder:
         # look and mount changes nothing. tests/security/test_files.py
         tree = self.tree(source, options)
         try:
-            syscalls.move_mount(tree, "", syscalls.AT_FDCWD, self.inside(target), syscalls.MOVE_MOUNT_F_EMPTY_PATH)
+            syscalls.move_mount(
+                tree, "", syscalls.AT_FDCWD, self.inside(target), syscalls.MOVE_MOUNT_F_EMPTY_PATH
+            )
         finally:
             os.close(tree)
 
@@ -388,7 +402,9 @@ class Builder:
             if directory:
                 os.mkdir(name, 0o755, dir_fd=root)
             else:
-                os.close(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_EXCL, 0o644, dir_fd=root))
+                os.close(
+                    os.open(name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_EXCL, 0o644, dir_fd=root)
+                )
         finally:
             if not self.rootless:
                 syscalls.setfsuid(0)

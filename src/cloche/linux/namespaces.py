@@ -42,7 +42,9 @@ def make_blank(uid_maps: list[IdMap], gid_maps: list[IdMap], slot: int, lower_fd
     return Blank(user_fd, make_net(), slot, lower_fd)
 
 
-def make_user(uid_maps: list[IdMap], gid_maps: list[IdMap], *, close_nested: bool = True, proc: str = "/proc") -> int:
+def make_user(
+    uid_maps: list[IdMap], gid_maps: list[IdMap], *, close_nested: bool = True, proc: str = "/proc"
+) -> int:
     """A user namespace with these maps, as a descriptor; nested ones are closed inside it.
 
     A helper enters the namespace, waits for its maps, closes nested namespaces and is gone. `proc` is a proc file system

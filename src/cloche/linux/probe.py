@@ -215,7 +215,9 @@ def explain_user_namespaces(
         )
     if filtered and outcome.stage in ("", "unshare", "mount in it"):
         call = "mount" if outcome.stage == "mount in it" else "unshare"
-        return Reason(f"a seccomp filter around this process refuses {call}: it runs in a container", _UNCONFINED)
+        return Reason(
+            f"a seccomp filter around this process refuses {call}: it runs in a container", _UNCONFINED
+        )
     if outcome.stage == "uid_map":
         return Reason(
             "writing uid_map is refused: by a security module, or /proc is masked by a container",
@@ -286,7 +288,10 @@ def _judge(name: str, outcome: Outcome, fix: str = "", *, otherwise: str = MISSI
         )
     elif outcome.code == errno.EPERM and _is_filtered() and os.geteuid() == 0:
         # Root is refused by a filter, or by the lack of a capability: containers take both away, and the fix is one.
-        cause, fix = "a seccomp filter around this process may refuse it: it runs in a container", fix or _UNCONFINED
+        cause, fix = (
+            "a seccomp filter around this process may refuse it: it runs in a container",
+            fix or _UNCONFINED,
+        )
     elif outcome.code in (errno.EPERM, errno.EACCES):
         cause, fix = "not permitted to this user", fix or "run as root, or make user_namespaces work first"
     else:

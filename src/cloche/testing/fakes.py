@@ -68,7 +68,11 @@ class FakeDriver(interfaces.Driver):
             raise self.refuses
 
     async def create(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None = None
+        self,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Policy,
+        exposure: interfaces.Exposure | None = None,
     ) -> FakeMachine:
         if self.fails is not None:
             raise self.fails
@@ -103,7 +107,9 @@ class FakeMachine(interfaces.Machine):
     ) -> None:  # fmt: skip
         self.id = sandbox_id
         self.spec, self.rules, self.exposure = spec, rules, exposure
-        self.isolation = model.Isolation(level=driver.level, driver=driver.name, missing=("there is no sandbox at all",))
+        self.isolation = model.Isolation(
+            level=driver.level, driver=driver.name, missing=("there is no sandbox at all",)
+        )
         self.limits = {
             name: model.Limit(value=getattr(spec.resources, name), enforcement="enforced", by="a fake")
             for name in model.Resources.__struct_fields__
@@ -192,7 +198,9 @@ class FakeMachine(interfaces.Machine):
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
 
-    async def open_file(self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False) -> int:
+    async def open_file(
+        self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False
+    ) -> int:
         self._live()
         with _told(path):
             return self.files.open(_absolute(path), flags, mode, parents)
@@ -202,7 +210,9 @@ class FakeMachine(interfaces.Machine):
         with _told(path):
             return getattr(self.files, act)(_absolute(path), **arguments)
 
-    async def watch(self, path: str, *, recursive: bool, user: str = "user") -> AsyncIterator[model.FileEvent]:
+    async def watch(
+        self, path: str, *, recursive: bool, user: str = "user"
+    ) -> AsyncIterator[model.FileEvent]:
         self._live()
         queue: asyncio.Queue[model.FileEvent] = asyncio.Queue()
         self._watchers.append(queue)
@@ -302,14 +312,18 @@ class Files:
         else:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         name = os.path.basename(path) or "/"
-        return SimpleNamespace(name=name, mode=mode, size=size, uid=1000, gid=1000, mtime=modified, target=None)
+        return SimpleNamespace(
+            name=name, mode=mode, size=size, uid=1000, gid=1000, mtime=modified, target=None
+        )
 
     def list(self, path: str, after: str = "") -> SimpleNamespace:
         if path not in self.directories:
             code = errno.ENOTDIR if path in self._files else errno.ENOENT
             raise OSError(code, os.strerror(code))
         inside = sorted(p for p in {*self.directories, *self._files} - {"/"} if os.path.dirname(p) == path)
-        return SimpleNamespace(entries=[self._entry(p) for p in inside if os.path.basename(p) > after], more=False, last="")
+        return SimpleNamespace(
+            entries=[self._entry(p) for p in inside if os.path.basename(p) > after], more=False, last=""
+        )
 
     def move(self, path: str, target: str, overwrite: bool = True, parents: bool = False) -> SimpleNamespace:
         target = _absolute(target)

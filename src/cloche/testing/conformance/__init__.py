@@ -42,7 +42,17 @@ from cloche.testing.conformance.registry import BEHAVIOURS, Behaviour, Broken
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["BEHAVIOURS", "Behaviour", "Bench", "Broken", "MakeDriver", "Report", "Session", "pytest_params", "run"]
+__all__ = [
+    "BEHAVIOURS",
+    "Behaviour",
+    "Bench",
+    "Broken",
+    "MakeDriver",
+    "Report",
+    "Session",
+    "pytest_params",
+    "run",
+]
 
 DEADLINE_S = 30.0  # a hang is a failure; nothing here takes a second on an idle machine
 
@@ -64,7 +74,9 @@ class Report(NamedTuple):
 
     def text(self) -> str:
         """The report for people, one line a finding."""
-        lines = [f"{len(self.passed)} passed, {len(self.failed)} failed, {len(self.gaps)} gaps, {len(self.stale)} stale"]
+        lines = [
+            f"{len(self.passed)} passed, {len(self.failed)} failed, {len(self.gaps)} gaps, {len(self.stale)} stale"
+        ]
         lines += [f"failed  {name}: {why}" for name, why in self.failed.items()]
         lines += [f"stale   {name}: it is listed as a gap, and is none" for name in self.stale]
         lines += [f"gap     {name}: {reason}" for name, reason in self.gaps.items()]
@@ -88,7 +100,9 @@ class Session:
         self._runner.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self._runner.run(self._close())
         finally:
@@ -131,7 +145,11 @@ def run(
             try:
                 session.check(behaviour)
             except Exception as problem:
-                failed[behaviour.name] = f"{type(problem).__name__}: {problem}" if not isinstance(problem, Broken) else str(problem)
+                failed[behaviour.name] = (
+                    f"{type(problem).__name__}: {problem}"
+                    if not isinstance(problem, Broken)
+                    else str(problem)
+                )
             else:
                 passed.append(behaviour.name)
     stale = [name for name in gaps if name in passed or name not in BEHAVIOURS]
@@ -152,7 +170,9 @@ def pytest_params(gaps: Mapping[str, str] | None = None) -> list[Any]:
     if unknown:
         raise ValueError(f"gaps without a behaviour: {', '.join(unknown)}")
     return [
-        pytest.param(behaviour, id=f"{behaviour.group}-{name}", marks=_gap(gaps[name]) if name in gaps else ())
+        pytest.param(
+            behaviour, id=f"{behaviour.group}-{name}", marks=_gap(gaps[name]) if name in gaps else ()
+        )
         for name, behaviour in BEHAVIOURS.items()
     ]
 

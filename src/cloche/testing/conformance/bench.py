@@ -97,7 +97,9 @@ class Bench:
 
     def sleeper(self) -> subprocess.Popen[bytes]:
         """A process of the caller, outside of every sandbox."""
-        started = subprocess.Popen(["sleep", unique_seconds()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        started = subprocess.Popen(
+            ["sleep", unique_seconds()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         self._sleepers.append(started)
         return started
 
@@ -114,7 +116,11 @@ class Recording(interfaces.Driver):
         await self.inner.start()
 
     async def create(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None = None
+        self,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Policy,
+        exposure: interfaces.Exposure | None = None,
     ) -> interfaces.Machine:
         made = await self.inner.create(sandbox_id, spec, rules, exposure)
         self.machines.append(made)
@@ -167,7 +173,9 @@ class Box:
         return Running(self._engine, self.id, info)
 
     async def write(self, path: str, data: str | bytes, **options: Any) -> model.FileInfo:
-        return await self._engine.write_file(self.id, path, data.encode() if isinstance(data, str) else data, **options)
+        return await self._engine.write_file(
+            self.id, path, data.encode() if isinstance(data, str) else data, **options
+        )
 
     async def read(self, path: str, **options: Any) -> bytes:
         return await self._engine.read_file(self.id, path, **options)
@@ -194,7 +202,10 @@ class Running:
                     self.text += event.data
                 if part in self.text:
                     break
-                expect(not isinstance(event, model.Exited), f"it ended without {part!r}, with {self.text[-300:]!r}")
+                expect(
+                    not isinstance(event, model.Exited),
+                    f"it ended without {part!r}, with {self.text[-300:]!r}",
+                )
         return self.text
 
     def follow(self, after: int = 0, wait: bool = True) -> AsyncIterator[model.StreamEvent]:
@@ -241,4 +252,3 @@ async def eventually(look: Callable[[], object], otherwise: str, seconds: float 
                 await asyncio.sleep(0.005)
         except TimeoutError:
             raise Broken(otherwise) from None
-

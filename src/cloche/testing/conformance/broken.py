@@ -87,7 +87,11 @@ class PlainDriver(interfaces.Driver):
         os.makedirs(f"{self._home}/sandboxes", exist_ok=True)
 
     async def create(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: interfaces.Exposure | None = None
+        self,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Policy,
+        exposure: interfaces.Exposure | None = None,
     ) -> PlainMachine:
         if exposure is not None:
             raise errors.error("not_supported_by_driver", "workspaces cannot be shown")
@@ -126,7 +130,9 @@ class PlainMachine(interfaces.Machine):
         self.flaws = flaws
         lies = "lies" in flaws
         self.isolation = model.Isolation(
-            level="microvm" if lies else "process", driver="plain", missing=("nothing",) if lies else ("there is no glass",)
+            level="microvm" if lies else "process",
+            driver="plain",
+            missing=("nothing",) if lies else ("there is no glass",),
         )
         by = "" if "limits" in flaws else "nothing holds it"
         self.limits = {
@@ -150,7 +156,7 @@ class PlainMachine(interfaces.Machine):
     def real(self, path: str) -> str:
         for inside, name in _MAPPED.items():
             if path == inside or path.startswith(inside + "/"):
-                return f"{self.root}/{name}{path[len(inside):]}"
+                return f"{self.root}/{name}{path[len(inside) :]}"
         return path if path.startswith("/") else f"{self.root}/workspace/{path}"
 
     # ── processes ───────────────────────────────────────────────────────────────────────────────
@@ -194,7 +200,13 @@ class PlainMachine(interfaces.Machine):
         given = {} if "variables" in self.flaws else {**self._env, **start.env}
         if "environment" in self.flaws:
             return {**os.environ, **given, **place, "HOME": "/nonexistent", "LANG": "C"}
-        own = {"PATH": _PATH, "HOME": f"{self.root}/home", "TMPDIR": f"{self.root}/tmp", "LANG": "C.UTF-8", "USER": "user"}
+        own = {
+            "PATH": _PATH,
+            "HOME": f"{self.root}/home",
+            "TMPDIR": f"{self.root}/tmp",
+            "LANG": "C.UTF-8",
+            "USER": "user",
+        }
         return {**own, **place, **given}
 
     def _descriptors(self, start: interfaces.Start) -> tuple[list[tuple[Any, ...]], list[int]]:
@@ -272,7 +284,9 @@ class PlainMachine(interfaces.Machine):
             code, number = (128 + number if number is not None else ((code or 0) + 1) % 256), None
         if "costs" in self.flaws:
             return interfaces.ExitStatus(code, number, 0, 0)
-        return interfaces.ExitStatus(code, number, (usage.ru_utime + usage.ru_stime) * 1000, usage.ru_maxrss / 1024)
+        return interfaces.ExitStatus(
+            code, number, (usage.ru_utime + usage.ru_stime) * 1000, usage.ru_maxrss / 1024
+        )
 
     async def signal(self, pid: int, number: int, *, scope: str = "group") -> None:
         self._live()
@@ -311,13 +325,19 @@ class PlainMachine(interfaces.Machine):
     def _border(self, path: str) -> Any:
         return _vague() if "errors" in self.flaws else borders.paths(path)
 
-    async def open_file(self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False) -> int:
+    async def open_file(
+        self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False
+    ) -> int:
         self._live()
         real = self.real(path)
         with self._border(path):
             if parents:
                 os.makedirs(os.path.dirname(real), exist_ok=True)
-            fd = os.open(real, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666 if "modes" in self.flaws else mode)
+            fd = os.open(
+                real,
+                flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY,
+                0o666 if "modes" in self.flaws else mode,
+            )
             if flags & os.O_CREAT and "modes" not in self.flaws:
                 os.fchmod(fd, mode)
             if "content" in self.flaws and not flags & os.O_WRONLY and os.fstat(fd).st_size:
@@ -342,7 +362,13 @@ class PlainMachine(interfaces.Machine):
         mode = stat.S_IFREG | 0o644 if "listing" in self.flaws else info.st_mode
         uid = 1000 if info.st_uid == os.getuid() else info.st_uid
         return SimpleNamespace(
-            name=os.path.basename(path), mode=mode, size=info.st_size, uid=uid, gid=uid, mtime=info.st_mtime, target=target
+            name=os.path.basename(path),
+            mode=mode,
+            size=info.st_size,
+            uid=uid,
+            gid=uid,
+            mtime=info.st_mtime,
+            target=target,
         )
 
     def _stat(self, path: str, follow: bool = False) -> SimpleNamespace:
@@ -389,7 +415,9 @@ class PlainMachine(interfaces.Machine):
             os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
 
-    async def watch(self, path: str, *, recursive: bool, user: str = "user") -> AsyncIterator[model.FileEvent]:
+    async def watch(
+        self, path: str, *, recursive: bool, user: str = "user"
+    ) -> AsyncIterator[model.FileEvent]:
         self._live()
         with self._border(path):
             changes = agent.Watch(self.real(path), recursive)

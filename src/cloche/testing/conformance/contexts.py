@@ -48,7 +48,10 @@ async def a_context_gives_rich_results(bench: Bench) -> None:
         " def _repr_markdown_(self): return '**rich**'\nRich()"
     )
     result = (await _run(bench, box, code)).results[-1]
-    same((result.get("text/plain"), result.get("text/html"), result.get("text/markdown")), ("plain", "<b>rich</b>", "**rich**"))
+    same(
+        (result.get("text/plain"), result.get("text/html"), result.get("text/markdown")),
+        ("plain", "<b>rich</b>", "**rich**"),
+    )
 
 
 @behaviour("contexts")
@@ -124,7 +127,9 @@ async def a_deleted_context_is_gone(bench: Bench) -> None:
     """A deleted context is not found any more, and its process ends."""
     box = await bench.box()
     context = await bench.engine.create_context(box.id)
-    await bench.engine.run_code(box.id, "import fcntl; f = open('lock', 'w'); fcntl.flock(f, 2)", context=context.id)
+    await bench.engine.run_code(
+        box.id, "import fcntl; f = open('lock', 'w'); fcntl.flock(f, 2)", context=context.id
+    )
     await bench.engine.delete_context(box.id, context.id)
     same(await box.out("flock --timeout 5 lock echo free"), "free\n")
     with refused("context_not_found"):

@@ -11,7 +11,24 @@ from cloche.testing.conformance.registry import behaviour, expect, holds, lacks,
 
 ALL_BYTES = bytes(range(256)) * 64
 ALLOWED_VARIABLES = frozenset(
-    "PATH HOME USER LOGNAME LANG SHELL PWD OLDPWD SHLVL _ TMPDIR TERM HOSTNAME TZ LC_ALL CLOCHE_WORKSPACE".split()
+    [
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "LANG",
+        "SHELL",
+        "PWD",
+        "OLDPWD",
+        "SHLVL",
+        "_",
+        "TMPDIR",
+        "TERM",
+        "HOSTNAME",
+        "TZ",
+        "LC_ALL",
+        "CLOCHE_WORKSPACE",
+    ]
 )
 
 # ── how a command ended ────────────────────────────────────────────────────────────────────────────
@@ -95,7 +112,9 @@ async def a_signal_can_be_caught(bench: Bench) -> None:
 async def a_signal_reaches_the_whole_group(bench: Bench) -> None:
     """A signal goes to the children in the leader's process group, too."""
     box = await bench.box()
-    running = await box.start("sh -c 'trap \"echo child; exit\" TERM; echo ready; while :; do sleep 0.05; done' & trap : TERM; wait; wait")
+    running = await box.start(
+        "sh -c 'trap \"echo child; exit\" TERM; echo ready; while :; do sleep 0.05; done' & trap : TERM; wait; wait"
+    )
     await running.until(b"ready")
     await running.signal(signal.SIGTERM)
     holds((await running.wait()).stdout, "child\n")
@@ -205,7 +224,9 @@ async def input_that_nobody_reads_does_not_hang(bench: Bench) -> None:
 @behaviour("exec")
 async def input_can_be_written_while_the_command_runs(bench: Bench) -> None:
     """Open input takes writes until it is ended, and each is answered before the next."""
-    running = await (await bench.box()).start("while read line; do echo got $line; done; echo end", open_stdin=True)
+    running = await (await bench.box()).start(
+        "while read line; do echo got $line; done; echo end", open_stdin=True
+    )
     for word in ("one", "two"):
         await running.write(f"{word}\n".encode())
         await running.until(f"got {word}\n".encode())
@@ -282,7 +303,10 @@ async def the_full_log_is_readable_by_cursor(bench: Bench) -> None:
     result = await running.wait()
     events = [event async for event in running.follow()]
     outputs = [event for event in events if isinstance(event, model.Output)]
-    same(b"".join(o.data for o in outputs if o.stream == "stdout"), b"".join(b"%d\n" % n for n in range(1, 50001)))
+    same(
+        b"".join(o.data for o in outputs if o.stream == "stdout"),
+        b"".join(b"%d\n" % n for n in range(1, 50001)),
+    )
     same(b"".join(o.data for o in outputs if o.stream == "stderr"), b"last\n")
     same([event.seq for event in events], list(range(len(events))), "sequence numbers")
     same(events[-1], model.Exited(result=result, seq=len(events) - 1))

@@ -155,7 +155,15 @@ async def a_listing_tells_type_size_mode_and_target(bench: Bench) -> None:
     box = await bench.box()
     await box.out("mkdir -m 750 dir; printf 12345 >file; chmod 640 file; ln -s file link; mkfifo fifo")
     found = {e.name: (e.type, e.target) for e in await bench.engine.list_files(box.id, ".")}
-    same(found, {"dir": ("directory", None), "file": ("file", None), "link": ("symlink", "file"), "fifo": ("other", None)})
+    same(
+        found,
+        {
+            "dir": ("directory", None),
+            "file": ("file", None),
+            "link": ("symlink", "file"),
+            "fifo": ("other", None),
+        },
+    )
     file = await bench.engine.stat_file(box.id, "file")
     same((file.size, file.mode), (5, 0o640))
     same((await bench.engine.stat_file(box.id, "dir")).mode, 0o750)
@@ -314,7 +322,9 @@ def _archive(*members: tuple[str, bytes | None, str]) -> bytes:
 async def a_tree_can_be_uploaded(bench: Bench) -> None:
     """Files, modes and symlinks of an archive appear below the target."""
     box = await bench.box()
-    data = _archive(("bin/run", b"#!/bin/sh\necho ran\n", ""), ("deep/er/file", b"x", ""), ("link", None, "deep/er/file"))
+    data = _archive(
+        ("bin/run", b"#!/bin/sh\necho ran\n", ""), ("deep/er/file", b"x", ""), ("link", None, "deep/er/file")
+    )
     same(await bench.engine.upload_tree(box.id, "tree", data), 2)
     same(await box.out("tree/bin/run; cat tree/link; readlink tree/link"), "ran\nxdeep/er/file\n")
 
@@ -323,19 +333,25 @@ async def a_tree_can_be_uploaded(bench: Bench) -> None:
 async def a_tree_can_be_downloaded(bench: Bench) -> None:
     """An archive of a directory holds its files, with content and mode, and its symlinks; a FIFO does not stop it."""
     box = await bench.box()
-    await box.out("mkdir -p t/sub; printf content >t/sub/file; chmod 750 t/sub/file; ln -s sub/file t/link; mkfifo t/fifo")
+    await box.out(
+        "mkdir -p t/sub; printf content >t/sub/file; chmod 750 t/sub/file; ln -s sub/file t/link; mkfifo t/fifo"
+    )
     data = await bench.engine.download_tree(box.id, "t")
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         found = {m.name: (m.mode, m.linkname) for m in archive.getmembers() if not m.isdir()}
         file = archive.extractfile("sub/file")
         same(file.read() if file else None, b"content")
-    same((found["sub/file"], found["link"][1], sorted(found)), ((0o750, ""), "sub/file", ["link", "sub/file"]))
+    same(
+        (found["sub/file"], found["link"][1], sorted(found)), ((0o750, ""), "sub/file", ["link", "sub/file"])
+    )
 
 
 # ── watching ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _watch_until(bench: Bench, box: Box, line: str, wanted: set[tuple[str, str]], recursive: bool = False) -> None:
+async def _watch_until(
+    bench: Bench, box: Box, line: str, wanted: set[tuple[str, str]], recursive: bool = False
+) -> None:
     """Do something again and again until its events have been seen: nobody says when a watch began."""
     left = set(wanted)
     async with aclosing(bench.engine.watch_files(box.id, ".", recursive)) as events:  # type: ignore[type-var]
@@ -368,7 +384,9 @@ async def a_watch_tells_of_changes(bench: Bench) -> None:
 async def a_recursive_watch_follows_new_directories(bench: Bench) -> None:
     """A directory made later is watched as well."""
     line = "mkdir -p new/deep; echo x >new/deep/file"
-    await _watch_until(bench, await bench.box(), line, {("create", "new"), ("write", "new/deep/file")}, recursive=True)
+    await _watch_until(
+        bench, await bench.box(), line, {("create", "new"), ("write", "new/deep/file")}, recursive=True
+    )
 
 
 @behaviour("files")
@@ -481,10 +499,14 @@ async def an_archive_does_not_lead_out(bench: Bench) -> None:
     """An archive that goes through its own symlink puts nothing on the host; one that names .. is refused whole."""
     box = await bench.box()
     with suppress(errors.ClocheError):
-        await bench.engine.upload_tree(box.id, "tree", _archive(("out", None, bench.host), ("out/planted", b"x", "")))
+        await bench.engine.upload_tree(
+            box.id, "tree", _archive(("out", None, bench.host), ("out/planted", b"x", ""))
+        )
     same(sorted(os.listdir(bench.host)), ["canary"], "files on the host")
     with refused("path_invalid"):
-        await bench.engine.upload_tree(box.id, "tree", _archive(("fine", b"x", ""), ("../../planted", b"x", "")))
+        await bench.engine.upload_tree(
+            box.id, "tree", _archive(("fine", b"x", ""), ("../../planted", b"x", ""))
+        )
     expect("tree/fine" not in await box.names("tree"), "half of a refused archive was unpacked")
 
 
@@ -505,10 +527,12 @@ async def nothing_written_inside_appears_outside(bench: Bench) -> None:
     for place in ("/workspace", "/tmp", "/home/user"):
         await box.write(f"{place}/{mark}", "x")
     await box.out(["sh", "-c", 'touch "/tmp/$1" "/var/tmp/$1" "$HOME/$1" 2>/dev/null; true', "sh", mark])
-    found = [p for p in ("/tmp", "/var/tmp", "/workspace", "/home/user", os.path.expanduser("~")) if os.path.exists(f"{p}/{mark}")]
+    found = [
+        p
+        for p in ("/tmp", "/var/tmp", "/workspace", "/home/user", os.path.expanduser("~"))
+        if os.path.exists(f"{p}/{mark}")
+    ]
     for place in found:
         with suppress(OSError):
             os.unlink(f"{place}/{mark}")
     same(found, [], "places on the host")
-
-

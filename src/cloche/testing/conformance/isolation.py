@@ -220,7 +220,13 @@ async def root_may_write_the_root_and_the_host_stays(bench: Bench) -> None:
     """With the moderate profile root changes the sandbox's system, which is thrown away with it."""
     box = await bench.box()
     name = f"/usr/bin/cloche-conformance-{secrets.token_hex(8)}"
-    same(await box.out(["sh", "-c", 'printf "#!/bin/sh\necho installed\n" >"$1" && chmod 755 "$1"; "$1"', "sh", name], user="root"), "installed\n")
+    same(
+        await box.out(
+            ["sh", "-c", 'printf "#!/bin/sh\necho installed\n" >"$1" && chmod 755 "$1"; "$1"', "sh", name],
+            user="root",
+        ),
+        "installed\n",
+    )
     expect(not os.path.exists(name), f"{name} appeared on the host")
     same((await (await bench.box()).exec([name])).exit_code, 127, "in the next sandbox")
 
@@ -229,7 +235,9 @@ async def root_may_write_the_root_and_the_host_stays(bench: Bench) -> None:
 async def a_restrictive_root_is_read_only(bench: Bench) -> None:
     """With the restrictive profile the root is mounted read-only, the workspace is not, and root is refused."""
     box = await bench.box(profile="restrictive")
-    code = "print(json.dumps([bool(os.statvfs(p).f_flag & os.ST_RDONLY) for p in ('/', '/usr', os.getcwd())]))"
+    code = (
+        "print(json.dumps([bool(os.statvfs(p).f_flag & os.ST_RDONLY) for p in ('/', '/usr', os.getcwd())]))"
+    )
     same(await box.python(code), [True, True, False])
     with refused("user_refused"):
         await box.exec("id", user="root")
@@ -316,7 +324,10 @@ async def no_descriptor_is_inherited(bench: Bench) -> None:
 @behaviour("isolation")
 async def the_host_has_another_name(bench: Bench) -> None:
     """The sandbox does not tell the host's name."""
-    expect((await (await bench.box()).out(["uname", "-n"])).strip() != os.uname().nodename, "it is the host's name")
+    expect(
+        (await (await bench.box()).out(["uname", "-n"])).strip() != os.uname().nodename,
+        "it is the host's name",
+    )
 
 
 # ── network ────────────────────────────────────────────────────────────────────────────────────────
@@ -353,7 +364,9 @@ except OSError as problem:
 """
 
 
-async def _host_unreached(bench: Bench, family: socket.AddressFamily, kind: socket.SocketKind, host: str | bytes) -> None:
+async def _host_unreached(
+    bench: Bench, family: socket.AddressFamily, kind: socket.SocketKind, host: str | bytes
+) -> None:
     box = await bench.box()
     inet = family in (socket.AF_INET, socket.AF_INET6)
     with _listening(family, kind, (host, 0) if inet else host) as server:
@@ -377,14 +390,23 @@ async def the_hosts_loopback_is_unreachable_by_udp(bench: Bench) -> None:
 @behaviour("isolation")
 async def unix_sockets_of_the_host_are_unreachable(bench: Bench) -> None:
     """Neither a socket in the file system nor an abstract one of the host can be connected to."""
-    await _host_unreached(bench, socket.AF_UNIX, socket.SOCK_STREAM, f"{bench.directory}/{secrets.token_hex(4)}.sock")
-    await _host_unreached(bench, socket.AF_UNIX, socket.SOCK_STREAM, b"\0cloche-" + secrets.token_hex(8).encode())
+    await _host_unreached(
+        bench, socket.AF_UNIX, socket.SOCK_STREAM, f"{bench.directory}/{secrets.token_hex(4)}.sock"
+    )
+    await _host_unreached(
+        bench, socket.AF_UNIX, socket.SOCK_STREAM, b"\0cloche-" + secrets.token_hex(8).encode()
+    )
 
 
 @behaviour("isolation")
 async def there_is_no_network_but_loopback(bench: Bench) -> None:
     """The only interface is the sandbox's own loopback."""
-    same(await (await bench.box()).python("import socket; print(json.dumps([n for _, n in socket.if_nameindex()]))"), ["lo"])
+    same(
+        await (await bench.box()).python(
+            "import socket; print(json.dumps([n for _, n in socket.if_nameindex()]))"
+        ),
+        ["lo"],
+    )
 
 
 _SERVER = """
@@ -409,7 +431,10 @@ async def loopback_works_inside(bench: Bench) -> None:
 async def a_port_inside_can_be_reached_by_the_engine(bench: Bench) -> None:
     """The machine gives a connection to a port of the sandbox, and only the sandbox's."""
     box = await bench.box()
-    with _listening(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)) as outside, refused("connection_lost"):
+    with (
+        _listening(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)) as outside,
+        refused("connection_lost"),
+    ):
         os.close(await box.machine.connect(outside.getsockname()[1]))
     server = await box.start(["python3", "-I", "-c", _SERVER])
     port = int(await server.until(b"\n"))

@@ -240,7 +240,9 @@ async def closing_the_driver_leaves_nothing(bench: Bench) -> None:
         same(processes_with(mark), [], "processes left")
         left = os.path.join(home, "sandboxes")
         same(os.listdir(left) if os.path.isdir(left) else [], [], "directories left")
-    await eventually(lambda: _descriptors() <= descriptors, f"{descriptors} descriptors before, {_descriptors()} after")
+    await eventually(
+        lambda: _descriptors() <= descriptors, f"{descriptors} descriptors before, {_descriptors()} after"
+    )
     await eventually(lambda: not _running(children), f"processes left: {_running(children)}")
 
 
@@ -255,4 +257,3 @@ def _running(before: set[int]) -> list[int]:
         except OSError:
             continue
     return found
-

@@ -85,7 +85,9 @@ def refused(*codes: str) -> Iterator[None]:
         yield
     except errors.ClocheError as problem:
         if problem.code not in codes:
-            raise Broken(f"it was refused as {problem.code}, not as {' or '.join(codes)}: {problem.message}") from problem
+            raise Broken(
+                f"it was refused as {problem.code}, not as {' or '.join(codes)}: {problem.message}"
+            ) from problem
         return
     raise Broken(f"it was not refused as {' or '.join(codes)}")
 

@@ -73,7 +73,9 @@ async def a_terminal_echoes_what_is_typed(bench: Bench) -> None:
 @behaviour("pty")
 async def a_terminal_has_one_stream_in_exact_order(bench: Bench) -> None:
     """Both streams are the terminal, in the order of writing."""
-    result = await (await bench.box()).exec("for i in 1 2 3 4 5; do echo o$i; echo e$i >&2; done", pty=(80, 24))
+    result = await (await bench.box()).exec(
+        "for i in 1 2 3 4 5; do echo o$i; echo e$i >&2; done", pty=(80, 24)
+    )
     same(result.stdout, "".join(f"o{n}\r\ne{n}\r\n" for n in range(1, 6)))
     same(result.stderr, "")
 

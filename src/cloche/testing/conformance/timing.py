@@ -49,7 +49,9 @@ async def a_hard_limit_kills_the_command(bench: Bench) -> None:
 @behaviour("time")
 async def a_hard_limit_kills_a_command_that_ignores_signals(bench: Bench) -> None:
     """There is no politeness to exploit."""
-    await _killed_whole(await bench.box(), "trap '' TERM INT HUP QUIT; echo ready; while :; do sleep 600; done")
+    await _killed_whole(
+        await bench.box(), "trap '' TERM INT HUP QUIT; echo ready; while :; do sleep 600; done"
+    )
 
 
 @behaviour("time")
@@ -80,7 +82,9 @@ async def a_hard_limit_kills_what_setsid_started(bench: Bench) -> None:
 @behaviour("time")
 async def a_hard_limit_kills_what_was_forked_twice(bench: Bench) -> None:
     """A daemon, orphaned and in a session of its own, does not get away."""
-    await _killed_whole(await bench.box(), "(setsid sh -c 'sleep 600 & sleep 601' >/dev/null 2>&1 &); echo ready; sleep 600")
+    await _killed_whole(
+        await bench.box(), "(setsid sh -c 'sleep 600 & sleep 601' >/dev/null 2>&1 &); echo ready; sleep 600"
+    )
 
 
 @behaviour("time")
@@ -120,7 +124,9 @@ async def a_hard_limit_longer_than_the_command_changes_nothing(bench: Bench) -> 
 async def a_soft_limit_hands_back_a_running_command(bench: Bench) -> None:
     """Past background_after_s the result names the running command, which goes on to its end."""
     box = await bench.box()
-    result = await box.exec("while [ ! -e go ]; do sleep 0.01; done; echo went on; exit 8", background_after_s=0.05)
+    result = await box.exec(
+        "while [ ! -e go ]; do sleep 0.01; done; echo went on; exit 8", background_after_s=0.05
+    )
     same((result.exit_code, result.signal, result.timed_out), (None, None, False))
     expect(result.process, "the result names no process")
     await box.write("go", "")
