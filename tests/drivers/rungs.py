@@ -368,7 +368,7 @@ async def odd_paths_are_errors(box: Box) -> None:
 async def a_directory_can_be_watched(box: Box) -> None:
     watching = box.machine.watch("/workspace", recursive=False)
     first = asyncio.ensure_future(anext(watching))
-    while not box.machine._watches:  # noqa: ASYNC110  (a watch does not say when it stands)
+    while not box.machine._watches:
         await asyncio.sleep(0)
     await box.run("echo x > seen")
     event = await asyncio.wait_for(first, 20)
@@ -462,7 +462,7 @@ async def a_pause_stops_it(box: Box) -> None:
 
 async def nothing_carries(mark: str) -> None:
     """The kernel takes a moment to bury the dead; the test's own ceiling bounds it."""
-    while carrying(mark):  # noqa: ASYNC110  (nobody is told of a stranger's end)
+    while carrying(mark):
         await asyncio.sleep(0)
 
 

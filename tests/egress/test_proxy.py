@@ -388,7 +388,7 @@ def test_memory_does_not_grow_with_the_body() -> None:
             assert talk._relay is not None
             down = talk._relay.down
             async with asyncio.timeout(20):
-                while not (down._held or down._piped):  # noqa: ASYNC110 (until it is held back)
+                while not (down._held or down._piped):
                     await asyncio.sleep(0.01)
             assert len(down._held) <= 256 * 1024
             assert down._piped <= 1 << 20

@@ -119,6 +119,8 @@ class Session:
             async with asyncio.timeout(self._deadline_s):
                 await behaviour.check(self._bench)
                 await self._bench.clear()
+            if self._bench.retired:
+                await self._close()
         except BaseException as problem:
             await self._close()
             if isinstance(problem, TimeoutError):

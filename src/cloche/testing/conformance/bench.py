@@ -16,14 +16,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 from cloche import engine, errors, interfaces, model, policy, settings, store, wiring, workspaces
 from cloche.testing.conformance.registry import Broken, expect
 
 MakeDriver = Callable[[str], interfaces.Driver]
-SECRET_VARIABLE = "CLOCHE_CONFORMANCE_SECRET"  # noqa: S105, the name of a variable
+SECRET_VARIABLE = "CLOCHE_CONFORMANCE_SECRET"
 
 
 class Bench:
@@ -33,6 +33,7 @@ class Bench:
         self.make_driver = make_driver
         self._boxes: list[Box] = []
         self._sleepers: list[subprocess.Popen[bytes]] = []
+        self.retired = False
         self.secret = secrets.token_hex(16)
 
     async def __aenter__(self) -> Bench:
@@ -78,6 +79,12 @@ class Bench:
             sleeper.kill()
             sleeper.wait()
         self._sleepers.clear()
+
+    async def retire(self) -> None:
+        """Close the engine, for a behaviour that counts what is left in this process. The next one gets another bench."""
+        self.retired = True
+        await self.clear()
+        await self.engine.aclose()
 
     # ── sandboxes ───────────────────────────────────────────────────────────────────────────────
 
@@ -245,10 +252,9 @@ def processes_with(mark: str) -> list[int]:
 
 async def eventually(look: Callable[[], object], otherwise: str, seconds: float = 5.0) -> None:
     """For what the kernel does in its own time. It is looked at again and again, never waited for blindly."""
-    async with AsyncExitStack() as stack:
-        try:
-            await stack.enter_async_context(asyncio.timeout(seconds))
+    try:
+        async with asyncio.timeout(seconds):
             while not look():
                 await asyncio.sleep(0.005)
-        except TimeoutError:
-            raise Broken(otherwise) from None
+    except TimeoutError:
+        raise Broken(otherwise) from None

@@ -228,32 +228,30 @@ def _descriptors() -> int:
 @behaviour("life")
 async def closing_the_driver_leaves_nothing(bench: Bench) -> None:
     """After close there is no process, descriptor or directory of a sandbox; closing twice is harmless."""
+    await bench.retire()
     mark = unique_seconds()
-    children = set(processes.descendants(os.getpid()))
-    descriptors = _descriptors()
+    strangers, descriptors = processes.descendants(os.getpid()), _descriptors()
     async with Bench(bench.make_driver) as own:
         await _daemons(await own.box(), mark)
         await own.engine.delete((await own.box()).id)
-        home = own.home
         await own.engine.aclose()
         await own.driver.close()
         same(processes_with(mark), [], "processes left")
-        left = os.path.join(home, "sandboxes")
+        left = os.path.join(own.home, "sandboxes")
         same(os.listdir(left) if os.path.isdir(left) else [], [], "directories left")
-    await eventually(
-        lambda: _descriptors() <= descriptors, f"{descriptors} descriptors before, {_descriptors()} after"
-    )
-    await eventually(lambda: not _running(children), f"processes left: {_running(children)}")
+    await eventually(lambda: _descriptors() <= descriptors, f"{descriptors} descriptors before, {_descriptors()} after")
+    await eventually(lambda: not _running(strangers), f"processes left: {_running(strangers)}")
 
 
-def _running(before: set[int]) -> list[int]:
-    """New descendants that still run; ended ones are reaped by whoever adopted them."""
-    found = []
-    for pid in set(processes.descendants(os.getpid())) - before:
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[0] != b"Z":
-                    found.append(pid)
-        except OSError:
-            continue
-    return found
+def _running(strangers: list[int]) -> list[int]:
+    """Our descendants that run, but for the strangers' trees. Ended ones are reaped by whoever adopted them."""
+    spared = {*strangers, *(pid for stranger in strangers for pid in processes.descendants(stranger))}
+    return [pid for pid in processes.descendants(os.getpid()) if pid not in spared and _state(pid) not in "ZX"]
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
