@@ -408,7 +408,12 @@ def _proc_mount() -> Fact:
             raise OSError(errno.EIO, "a foreign /proc")
 
     fix = "start the container with --security-opt systempaths=unconfined"
-    return _judge("proc_mount", attempt(work), fix)
+    outcome = attempt(work)
+    if outcome.stage == "mount proc" and outcome.code == errno.EPERM and not _is_filtered():
+        # The kernel gives a user namespace no fresh /proc that would show more than the one it sees.
+        cause = "parts of /proc are masked: this is a container, and a fresh /proc would uncover them"
+        return Fact("proc_mount", MISSING, outcome.text, cause, fix)
+    return _judge("proc_mount", outcome, fix)
 
 
 def _loopback() -> Fact:
