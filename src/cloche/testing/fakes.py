@@ -219,7 +219,8 @@ class FakeMachine(interfaces.Machine):
         try:
             while True:
                 coming = asyncio.ensure_future(queue.get())
-                await asyncio.wait({coming, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+                either: set[asyncio.Future[Any]] = {coming, self.ended}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not coming.done():
                     coming.cancel()
                     return

@@ -32,7 +32,7 @@ class Bench:
     def __init__(self, make_driver: MakeDriver) -> None:
         self.make_driver = make_driver
         self._boxes: list[Box] = []
-        self._sleepers: list[subprocess.Popen[bytes]] = []
+        self._neighbours: list[Neighbour] = []
         self.retired = False
         self.secret = secrets.token_hex(16)
 
@@ -75,10 +75,9 @@ class Bench:
         for box in boxes:
             with suppress(errors.ClocheError):
                 await self.engine.delete(box.id)
-        for sleeper in self._sleepers:
-            sleeper.kill()
-            sleeper.wait()
-        self._sleepers.clear()
+        for neighbour in self._neighbours:
+            neighbour.end()
+        self._neighbours.clear()
 
     async def retire(self) -> None:
         """Close the engine, for a behaviour that counts what is left in this process. The next one gets another bench."""
@@ -102,13 +101,36 @@ class Bench:
 
     # ── the host ────────────────────────────────────────────────────────────────────────────────
 
-    def sleeper(self) -> subprocess.Popen[bytes]:
+    def neighbour(self) -> Neighbour:
         """A process of the caller, outside of every sandbox."""
-        started = subprocess.Popen(
-            ["sleep", unique_seconds()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        self._sleepers.append(started)
+        started = Neighbour()
+        self._neighbours.append(started)
         return started
+
+
+class Neighbour:
+    """A process of the host that answers for as long as it lives. Its command line has a mark."""
+
+    def __init__(self) -> None:
+        self.mark = f"mark-{secrets.token_hex(8)}"
+        self._process = subprocess.Popen(
+            ["sed", "-u", "-e", f"s/ping/{self.mark}/"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self.pid = self._process.pid
+
+    def answers(self) -> bool:
+        """Asked and not looked up: one that was just killed is in the list of processes for a moment more."""
+        typed, said = self._process.stdin, self._process.stdout
+        with suppress(BrokenPipeError):
+            typed.write(b"ping\n")  # type: ignore[union-attr]
+        return said.readline() == f"{self.mark}\n".encode()  # type: ignore[union-attr]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 class Recording(interfaces.Driver):

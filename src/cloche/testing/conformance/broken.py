@@ -19,7 +19,6 @@ import os
 import shutil
 import signal
 import stat
-import struct
 import tempfile
 import termios
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,7 +37,7 @@ FLAWS: dict[str, str] = {
     "shell": "starts login shells, cuts long lines and drops quotes",
     "input": "gives every command the same input",
     "output": "swaps the streams and loses one",
-    "waits": "reports the end only when all children have ended and all input was read",
+    "waits": "waits for all children to end and all input to be read, and loses patience",
     "variables": "forgets the variables that it was given",
     "environment": "passes the caller's environment on, and none of its own",
     "directory": "starts everything in /",
@@ -53,6 +52,10 @@ FLAWS: dict[str, str] = {
     "terminals": "gives terminals to those who want none and none to those who want one",
     "contexts": "loses the descriptors above the third",
     "signals": "kills the leader only, whatever was asked",
+    "deaf": "signals nobody",
+    "reckless": "signals the whole sandbox where one command was meant",
+    "descriptors": "leaves descriptors of the caller open",
+    "rlimits": "lets cores be dumped, and grants 64 MiB",
     "costs": "measures nothing",
     "limits": "reports limits without saying who holds them",
     "lies": "claims a glass that is not there",
@@ -67,6 +70,7 @@ _GRAVES: set[str] = set()
 _MAPPED = {"/workspace": "workspace", "/home/user": "home"}
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ENTER = 'cd -- "$1" || exit 125; shift; exec "$@"'
+_FRUGAL, _LAVISH = "ulimit -c 0; ", "ulimit -c unlimited; ulimit -v 65536; "
 
 
 class PlainDriver(interfaces.Driver):
@@ -168,7 +172,8 @@ class PlainMachine(interfaces.Machine):
         cwd = "/" if "directory" in self.flaws else self.real(start.cwd or "/workspace")
         if not os.path.isdir(cwd):
             raise errors.error("cwd_not_found", f"there is no directory {start.cwd!r} inside")
-        argv = ["/bin/sh", "-c", _ENTER, "sh", cwd, *self._arguments(start.command)]
+        limits = _LAVISH if "rlimits" in self.flaws else _FRUGAL
+        argv = ["/bin/sh", "-c", limits + _ENTER, "sh", cwd, *self._arguments(start.command)]
         inside, opened = self._descriptors(start)
         try:
             pid = os.posix_spawn(
@@ -233,7 +238,7 @@ class PlainMachine(interfaces.Machine):
 
     def _closing(self, first: int) -> list[tuple[Any, ...]]:
         """Close what somebody left inheritable."""
-        found = [int(name) for name in os.listdir("/proc/self/fd")]
+        found = [] if "descriptors" in self.flaws else [int(name) for name in os.listdir("/proc/self/fd")]
         return [(os.POSIX_SPAWN_CLOSE, fd) for fd in found if fd >= first and _is_inheritable(fd)]
 
     def _terminal(self, slave: int) -> list[tuple[Any, ...]]:
@@ -261,18 +266,17 @@ class PlainMachine(interfaces.Machine):
             self._leaders.pop(pid, None)
             self._spent += (usage.ru_utime + usage.ru_stime) * 1000
             if unread >= 0:
-                self._loop.call_later(0.05, wait_for_all, status, usage)
+                self._loop.call_later(0.1, lose_patience, status, usage)
             elif not future.done():
                 future.set_result(self._exit(status, usage))
 
-        def wait_for_all(status: int, usage: Any) -> None:
-            if future.done():
-                return
+        def lose_patience(status: int, usage: Any) -> None:
             if _alive(self.root) or _waiting(unread):
-                self._loop.call_later(0.05, wait_for_all, status, usage)
-                return
+                _end(self.root)
+                status = signal.SIGKILL
             os.close(unread)
-            future.set_result(self._exit(status, usage))
+            if not future.done():
+                future.set_result(self._exit(status, usage))
 
         self._loop.add_reader(watched, reap)
         return future
@@ -292,6 +296,8 @@ class PlainMachine(interfaces.Machine):
         self._live()
         if pid not in self._leaders:
             raise errors.error("execution_finished", "the process is not there any more")
+        if "deaf" in self.flaws:
+            return
         if "signals" in self.flaws:
             os.kill(pid, signal.SIGKILL)
         elif scope == "tree":
@@ -301,7 +307,7 @@ class PlainMachine(interfaces.Machine):
 
     def _signal_tree(self, leader: int, number: int) -> None:
         """As our agent does: a leader's line and session, and the rest of the sandbox while nobody else is live."""
-        alone = set(self._leaders) == {leader}
+        alone = set(self._leaders) == {leader} or "reckless" in self.flaws
         line = {leader, *processes.descendants(leader)}
         for pid in _alive(self.root):
             with suppress(ProcessLookupError):
@@ -427,7 +433,8 @@ class PlainMachine(interfaces.Machine):
         try:
             while True:
                 waiting = asyncio.ensure_future(changed.wait())
-                await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+                either: set[asyncio.Future[Any]] = {waiting, self.ended}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not changed.is_set():
                     waiting.cancel()
                     return
@@ -484,8 +491,9 @@ class PlainMachine(interfaces.Machine):
             if not future.done():
                 future.set_exception(errors.error("sandbox_lost", f"the sandbox has ended: {reason}"))
                 future.exception()
-        shutil.rmtree(self.root, ignore_errors=True)
-        _GRAVES.discard(self.root)
+        if "shared" not in self.flaws:
+            shutil.rmtree(self.root, ignore_errors=True)
+            _GRAVES.discard(self.root)
         self.ended.set_result(reason)
 
 
@@ -560,7 +568,7 @@ def _is_inheritable(fd: int) -> bool:
 def _waiting(fd: int) -> bool:
     """Whether a pipe holds bytes that nobody has read."""
     try:
-        return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0" * 4))[0] > 0
+        return fcntl.ioctl(fd, termios.FIONREAD, b"\0" * 4) != b"\0" * 4
     except OSError:
         return False
 

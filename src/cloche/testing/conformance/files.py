@@ -361,7 +361,7 @@ async def _watch_until(
 
 
 async def _next_event(box: Box, events: AsyncIterator[model.FileEvent], line: str) -> model.FileEvent:
-    coming = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+    coming = asyncio.ensure_future(anext(events))
     try:
         while not coming.done():
             await box.exec(line)

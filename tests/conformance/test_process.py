@@ -1,0 +1,36 @@
+"""The driver `process` against the suite: as whoever runs this, and as an ordinary user from the built package."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from cloche.drivers import process
+from cloche.testing import conformance
+from tests.conformance import gaps
+from tests.conformance.conftest import Reports
+
+GAPS = gaps.of("process", root=os.geteuid() == 0)
+ORDINARY = gaps.of("process", root=False)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[conformance.Session]:
+    with conformance.Session(process.ProcessDriver) as session:
+        yield session
+
+
+@pytest.mark.parametrize("behaviour", conformance.pytest_params(GAPS))
+def test_process(session: conformance.Session, behaviour: conformance.Behaviour) -> None:
+    session.check(behaviour)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("behaviour", conformance.pytest_params(ORDINARY))
+def test_as_an_ordinary_user(ordinary_reports: Reports, behaviour: conformance.Behaviour) -> None:
+    failed = ordinary_reports("process")["failed"]
+    assert behaviour.name not in failed, failed[behaviour.name]
+
+
+def test_most_behaviours_hold() -> None:
+    assert len(conformance.BEHAVIOURS) - len(GAPS) >= 60
