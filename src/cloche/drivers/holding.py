@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import suppress
 from typing import NamedTuple
 
 from cloche import errors, interfaces, model
@@ -127,11 +126,12 @@ def make_group(groups: cgroups.Hierarchy) -> cgroups.Group | None:
 def sweep_groups(keep: set[str]) -> list[str]:
     """Remove the groups of dead engines; their names."""
     found = cgroups.detect().sweep("cloche-", keep)
-    return [group.name for group in found if not _owner_lives(group.name) and group.remove()]
+    return [group.name for group in found if _is_orphan(group.name) and group.remove()]
 
 
-def _owner_lives(group: str) -> bool:
+def _is_orphan(group: str) -> bool:
+    """Whether it is named as `make_group` names, and that engine is gone. Other names are other people's."""
     parts = group.split("-")
-    with suppress(IndexError, ValueError):
-        return processes.start_time(int(parts[1])) == int(parts[2])
-    return False
+    if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        return False
+    return processes.start_time(int(parts[1])) != int(parts[2])
