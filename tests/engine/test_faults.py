@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -188,6 +189,21 @@ def test_a_kill_at_any_moment_of_making_leaves_nothing(tmp_path: Path, seed: int
         victim.finish()
     sweep(tmp_path)
     assert own_groups(victim.process.pid) == []
+
+
+def test_a_surviving_launcher_removes_the_groups_of_its_engine(
+    tmp_path: Path, until: Callable[..., None]
+) -> None:
+    victim = Victim(tmp_path, f"cloche-victim-{random.getrandbits(48):x}")
+    try:
+        victim.wait_for("ready")
+        if not own_groups(victim.process.pid):
+            pytest.skip("this host gives no cgroup")
+        kill(victim, ["engine"])
+        victim.process.wait()
+        until(lambda: own_groups(victim.process.pid) == [])
+    finally:
+        victim.finish()
 
 
 def test_one_guest_s_death_is_told_and_its_neighbours_go_on(tmp_path: Path) -> None:

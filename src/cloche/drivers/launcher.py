@@ -42,6 +42,7 @@ class Launcher:
         self.wanted = int(config["blanks"])  # type: ignore[call-overload]
         self.blanks: list[namespaces.Blank] = []
         self.children: dict[int, tuple[str, int]] = {}  # pid → sandbox id, slot
+        self.groups: dict[int, list[str]] = {}  # pid → the files by which it joined its groups
         self.own_pidns = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.stage = mounts.make_stage(str(config["stage"]))
         self.filters: dict[str, bytes] = {}
@@ -64,12 +65,26 @@ class Launcher:
             )
             ready = [fd for fd, _ in poll.poll(None if idle else 0)]
             if self.link.fileno() in ready and not self.serve_one():
+                self.clean_up()
                 return
             if wake_read in ready:
                 os.read(wake_read, 4096)
                 self.reap()
             if not ready and not idle:
                 self.prepare_something()
+
+    def clean_up(self) -> None:
+        """The engine is gone. The kernel would end every sandbox with this process; their groups it would not remove."""
+        for pid in self.children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.children:
+            os.waitpid(pid, 0)
+        for path in self.groups.values():
+            for file in path:
+                try:
+                    os.rmdir(os.path.dirname(file))
+                except OSError:
+                    continue  # removed already, or frozen by version 1: the next engine's sweep has it
 
     def prepare_something(self) -> None:
         """One thing that the next sandbox will need, while nothing is asked."""
@@ -157,6 +172,7 @@ class Launcher:
         syscalls.setns(self.own_pidns, syscalls.CLONE_NEWPID)
         wire.close_all([blank.user_fd, blank.net_fd])
         self.children[pid] = (sandbox, blank.slot)
+        self.groups[pid] = message["cgroups"]  # type: ignore[assignment]
         pidfd = os.pidfd_open(pid)
         wire.send(self.link, {"spawned": sandbox}, [pidfd])
         os.close(pidfd)
@@ -176,6 +192,7 @@ class Launcher:
                 return
             if pid in self.children:
                 sandbox, slot = self.children.pop(pid)
+                self.groups.pop(pid, None)
                 self.free.append(slot)
                 wire.send(self.link, {"died": sandbox, "status": status})
 
