@@ -112,9 +112,8 @@ async def a_signal_can_be_caught(bench: Bench) -> None:
 async def a_signal_reaches_the_whole_group(bench: Bench) -> None:
     """A signal goes to the children in the leader's process group, too."""
     box = await bench.box()
-    running = await box.start(
-        "sh -c 'trap \"echo child; exit\" TERM; echo ready; while :; do sleep 0.05; done' & trap : TERM; wait; wait"
-    )
+    child = "trap 'echo child; exit' TERM; echo ready; while :; do sleep 0.05; done"
+    running = await box.start(["bash", "-c", 'trap : TERM; sh -c "$1" & wait; wait', "bash", child])
     await running.until(b"ready")
     await running.signal(signal.SIGTERM)
     holds((await running.wait()).stdout, "child\n")
