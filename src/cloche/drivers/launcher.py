@@ -23,6 +23,7 @@ import socket
 import sys
 import time
 
+from cloche.drivers import narrow
 from cloche.guest import agent, calls, wire
 from cloche.linux import landlock, loops, mounts, namespaces, seccomp, syscalls
 
@@ -242,6 +243,8 @@ class Launcher:
     def become(self, message: "dict[str, object]", link: socket.socket, builder: mounts.Builder) -> None:
         trace = [time.monotonic_ns()]
         filter_ = self.filter_of(str(message["syscalls"]))
+        if message.get("affinity"):
+            filter_ = narrow.before(filter_, narrow.PINNED)  # a limit that a program could undo would be none
         steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
         builder.owner_fd = self.make_owner_map(message, builder, builder.proc)
         if not builder.fits(steps, message["disk"]["mib"]):  # type: ignore[index]

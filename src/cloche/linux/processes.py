@@ -10,7 +10,6 @@ counts as ended, never as an error. Standard library and `syscalls` only.
 """
 
 import os
-import resource
 import select
 import signal
 
@@ -47,19 +46,6 @@ def is_running(pid: int, started: int | None = None) -> bool:
     return started is None or int(fields[_START_TIME]) == started
 
 
-def open_pidfd(pid: int, started: int | None = None) -> int | None:
-    """A descriptor of a running process; None if it is gone, or is not the one that was `started` then."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    # SAFETY: checked after opening, when the pid can no longer change hands (test_pidfd_of_another_life).
-    if is_running(pid, started):
-        return fd
-    os.close(fd)
-    return None
-
-
 def send_signal(pidfd: int, number: int) -> bool:
     """Signal the process behind a descriptor; False if it is gone."""
     try:
@@ -74,11 +60,6 @@ def wait_exit(pidfd: int, timeout_s: float | None) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
-
-
-def kill_and_wait(pidfd: int, timeout_s: float = 5.0) -> bool:
-    """SIGKILL the process behind a descriptor and wait for its end; False when the time is up."""
-    return not send_signal(pidfd, signal.SIGKILL) or wait_exit(pidfd, timeout_s)
 
 
 def _stat(pid: int) -> list[bytes] | None:
@@ -148,16 +129,6 @@ def tree_cpu_ms(pids: "Iterable[int]") -> float:
     return ticks * 1000 / os.sysconf("SC_CLK_TCK")
 
 
-def watch_memory(pid: int, limit_mib: float) -> float | None:
-    """One look at a tree: what it costs in MiB when that is over the limit, else None.
-
-    Stands in for a cgroup where there is none. It looks now and then, so a quick process can be over the
-    limit unseen: a limit that is kept this way is *watched*, not enforced.
-    """
-    cost = tree_pss_mib([pid, *descendants(pid)])
-    return cost if cost > limit_mib else None
-
-
 # --- oneself ------------------------------------------------------------------------------------------------
 
 
@@ -183,38 +154,6 @@ def set_undumpable() -> None:
     """Close this process to others of the same user: no ptrace, no reading of its memory or files."""
     # SAFETY: holds until the next execve (test_undumpable_process_is_closed).
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-
-
-def limit(kind: int, value: int) -> int:
-    """Lower a resource limit (RLIMIT_*), soft and hard, never raising either; returns what holds."""
-    soft, hard = resource.getrlimit(kind)
-    held = min([value, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)])
-    resource.setrlimit(kind, (held, held))
-    return held
-
-
-def limit_processes(count: int) -> int:
-    """At most `count` processes of this user, counted over all it runs: sandboxes of one user share it."""
-    return limit(resource.RLIMIT_NPROC, count)
-
-
-def limit_files(count: int) -> int:
-    return limit(resource.RLIMIT_NOFILE, count)
-
-
-def no_core_dumps() -> None:
-    limit(resource.RLIMIT_CORE, 0)
-
-
-def pin(cpus: "Iterable[int]") -> frozenset[int]:
-    """Run on these processors only, as far as this process may use them; returns the ones that hold.
-
-    With none of them usable nothing changes. It is no limit: a process may undo it.
-    """
-    usable = os.sched_getaffinity(0) & frozenset(cpus)
-    if usable:
-        os.sched_setaffinity(0, usable)
-    return frozenset(os.sched_getaffinity(0))
 
 
 def affinity_for(cpus: float) -> list[int]:
