@@ -13,7 +13,7 @@ from cloche.testing import conformance
 from cloche.testing.conformance import broken
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-DEADLINE_S = 1.0  # several flaws show as a hang, and each costs this much
+DEADLINE_S = 0.5  # several flaws show as a hang, and each costs this much
 
 FLAWED = {
     "arguments": """
