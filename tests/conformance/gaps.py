@@ -29,6 +29,7 @@ PROCESS = {
     "there_is_no_network_but_loopback": _NO_SOCKETS,
     "loopback_works_inside": _NO_SOCKETS,
     "a_port_inside_can_be_reached_by_the_engine": _NO_SOCKETS,
+    "a_hard_limit_kills_daemons_while_others_run": "an orphan in a session of its own belongs to no command while two run",
     "the_disk_has_the_size_asked_for": "RLIMIT_FSIZE bounds each file only; info().limits says none",
     "a_full_disk_is_told_by_the_api": "RLIMIT_FSIZE bounds each file only; info().limits says none",
 }

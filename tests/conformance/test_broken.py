@@ -234,6 +234,7 @@ FLAWED = {
     """,
 }
 NO_GLASS = """
+    a_hard_limit_kills_daemons_while_others_run
     commands_start_in_slash_workspace
     a_failed_write_leaves_the_old_file
     a_file_without_permission_is_refused

@@ -14,7 +14,7 @@ from cloche.testing.conformance.bench import Bench, Box
 from cloche.testing.conformance.registry import behaviour, expect, same
 
 LOCKED = "exec 9>lock; flock 9; "
-_FREE = ["flock", "--timeout", "5", "--exclusive", "lock", "echo", "free"]
+_FREE = ["flock", "--timeout", "3", "--exclusive", "lock", "echo", "free"]
 _HELD = ["flock", "--nonblock", "--exclusive", "lock", "echo", "free"]
 
 
@@ -84,6 +84,17 @@ async def a_hard_limit_kills_what_was_forked_twice(bench: Bench) -> None:
     """A daemon, orphaned and in a session of its own, does not get away."""
     await _killed_whole(
         await bench.box(), "(setsid sh -c 'sleep 600 & sleep 601' >/dev/null 2>&1 &); echo ready; sleep 600"
+    )
+
+
+@behaviour("time")
+async def a_hard_limit_kills_daemons_while_others_run(bench: Bench) -> None:
+    """A daemon is known for its command's although another command is live beside it."""
+    box = await bench.box()
+    other = await box.start("echo up; read x", open_stdin=True)
+    await other.until(b"up")
+    await _killed_whole(
+        box, "(setsid sh -c 'sleep 600 & sleep 601' >/dev/null 2>&1 &); echo ready; sleep 600"
     )
 
 
