@@ -445,12 +445,16 @@ class Watch:
             os.close(self.fd)
             raise
 
-    def add(self, path: str) -> None:
+    def add(self, path: str) -> "list[str]":
+        """Watch a directory, and what is beneath it when asked; what was found in there."""
         self.paths[calls.inotify_add(self.fd, path, self._MASK)] = path
+        found: list[str] = []
         if self.recursive:
             for entry in os.scandir(path):
+                found.append(entry.path)
                 if entry.is_dir(follow_symlinks=False):
-                    self.add(entry.path)
+                    found += self.add(entry.path)
+        return found
 
     def read(self) -> "list[tuple[str, str]]":
         events: list[tuple[str, str]] = []
@@ -468,7 +472,8 @@ class Watch:
                 events.append((kind, path[len(self.root) :].lstrip("/")))
             if self.recursive and mask & 0x40000000 and mask & (0x100 | 0x80):
                 try:
-                    self.add(path)
+                    # What came into a new directory before it was watched is told now, some of it perhaps twice.
+                    events += [("create", found[len(self.root) :].lstrip("/")) for found in self.add(path)]
                 except OSError:
                     pass  # gone again already: its removal is an event of its own
         return events[:500]

@@ -603,7 +603,7 @@ async def _run_to_end(
     info = await backend.start(sandbox, request)
     ended = False
     try:
-        async for event in backend.attach(sandbox, info.id, lossless=True):
+        async for event in backend.attach(sandbox, info.id):
             ended = isinstance(event, model.Exited)
             yield event
     finally:
