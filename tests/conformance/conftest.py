@@ -1,9 +1,10 @@
 """The package as an ordinary user of this host has it: built, installed where anybody can read it, and run as nobody known.
 
 Runs as root start it all over as uid 12345, from a wheel in an environment of its own. That takes a while, so it begins
-with the session and goes on beside the other tests; who needs a report waits for it.
+with a driver's module and goes on beside the module's tests; the last one waits for the report.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -20,11 +21,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 UID = 12345
 AS_USER = ("setpriv", "--reuid", str(UID), "--regid", str(UID), "--clear-groups")
-DRIVERS = {
-    "namespaces": "cloche.drivers.namespaces:NamespacesDriver",
-    "bubblewrap": "cloche.drivers.bubblewrap:BubblewrapDriver",
-    "process": "cloche.drivers.process:ProcessDriver",
-}
 
 
 class Package(NamedTuple):
@@ -92,11 +88,19 @@ def _wheel() -> Path:
     for file in [ROOT / "pyproject.toml", *sorted((ROOT / "src").rglob("*.py"))]:
         digest.update(file.read_bytes())
     cache = ROOT / ".cache" / "wheels" / digest.hexdigest()[:16]
-    if not list(cache.glob("*.whl")):
-        shutil.rmtree(cache.parent, ignore_errors=True)
-        cache.mkdir(parents=True)
-        _run([sys.executable, "-m", "build", "--wheel", "--outdir", str(cache), str(ROOT)])
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several workers may want it at once
+        if not list(cache.glob("*.whl")):
+            _run([sys.executable, "-m", "build", "--wheel", "--outdir", str(cache), str(ROOT)])
+            _forget_old(cache.parent)
     return next(cache.glob("*.whl"))
+
+
+def _forget_old(wheels: Path) -> None:
+    """All but the latest few: another worker may be installing one that is just out of date."""
+    for old in sorted(wheels.iterdir(), key=lambda path: path.stat().st_mtime)[:-4]:
+        shutil.rmtree(old)
 
 
 def _run(command: list[str]) -> None:
@@ -104,33 +108,33 @@ def _run(command: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-Reports = Callable[[str], dict[str, Any]]
+Report = Callable[[], dict[str, Any]]
 
 
-@pytest.fixture(scope="session")
-def ordinary_reports(package: Package) -> Iterator[Reports]:
-    """The conformance report of each rung, as an ordinary user gets it: a line of one process, in order."""
-    line = 'for driver; do "$PYTHON" -m cloche.testing.conformance --json "$driver"; done'
-    with open(package.home / "talk", "w+") as talk:
-        shell = package.as_user("sh", "-c", line, "sh", *DRIVERS.values())
-        running = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=talk, text=True, cwd=package.home)
-        known: dict[str, dict[str, Any]] = {}
+@pytest.fixture(scope="module")
+def ordinary_report(request: pytest.FixtureRequest, package: Package) -> Iterator[Report]:
+    """The conformance report of the module's driver, as an ordinary user gets it."""
+    command = package.as_user(
+        package.python, "-m", "cloche.testing.conformance", "--json", request.module.DRIVER
+    )
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as talk:
+        running = subprocess.Popen(command, stdout=said, stderr=talk, cwd=package.home)
 
-        def report(name: str) -> dict[str, Any]:
-            assert running.stdout is not None
-            while name not in known:
-                said = running.stdout.readline()
-                if not said.startswith("{"):
-                    pytest.fail(f"{said}{Path(talk.name).read_text()[-2000:]}", pytrace=False)
-                known[list(DRIVERS)[len(known)]] = json.loads(said)
-            return known[name]
+        def report() -> dict[str, Any]:
+            running.wait()
+            said.seek(0)
+            talk.seek(0)
+            text = said.read()
+            assert text.startswith("{"), text[-1000:] + talk.read()[-2000:]
+            found: dict[str, Any] = json.loads(text)
+            return found
 
         yield report
         running.terminate()
-        running.communicate()
+        running.wait()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _begin_early(request: pytest.FixtureRequest) -> None:
-    if os.geteuid() == 0 and any("ordinary_reports" in item.fixturenames for item in request.session.items):  # type: ignore[attr-defined]
-        request.getfixturevalue("ordinary_reports")
+    if os.geteuid() == 0 and hasattr(request.module, "DRIVER"):
+        request.getfixturevalue("ordinary_report")

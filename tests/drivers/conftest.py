@@ -1,13 +1,10 @@
 """Drivers are tested without the engine that other tests share: its embryos would be counted as left behind."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from cloche.sdk import portal
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_shared_engine() -> Iterator[None]:
+def no_shared_engine() -> None:
     portal.close()
-    yield

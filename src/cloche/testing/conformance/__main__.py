@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 
+from cloche.linux import processes
 from cloche.testing import conformance
 
 
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> int:
         "--deadline", type=float, default=conformance.DEADLINE_S, help="seconds that a behaviour may take"
     )
     chosen = parser.parse_args(arguments)
+    processes.become_subreaper()  # what a driver orphans stays in our sight
     module, _, name = chosen.driver.partition(":")
     report = conformance.run(getattr(importlib.import_module(module), name), deadline_s=chosen.deadline)
     text = msgspec.json.encode(report._asdict()).decode() if chosen.json else report.text()
