@@ -114,6 +114,9 @@ class Engine(interfaces.Backend):
             self._creating -= 1
             if spec.name is not None:
                 self._coming.pop(spec.name).set()
+        if rules.network != "off":
+            asked = f"the profile {spec.profile!r} asks for a network; it is off in this version"
+            machine.warnings = (*machine.warnings, asked)
         machine.ended.add_done_callback(lambda future: self._machine_ended(made, future))
         self._reaper.look_again(made)
         info = made.info(server=self.where, owner=self.owner)
