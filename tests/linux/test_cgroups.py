@@ -331,12 +331,15 @@ def group(
 
 
 def spawn(into: cgroups.Group, work: Callable[[], object]) -> int:
+    """Start `work` in the group; a group has several directories, and the child is in all of them by then."""
+    joined, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             for path in into.paths:
                 with open(path, "w") as file:
                     file.write("0")
+            os.write(tell, b"1")
             work()
             os._exit(0)
         except MemoryError:
@@ -345,6 +348,9 @@ def spawn(into: cgroups.Group, work: Callable[[], object]) -> int:
             os._exit(4)
         except BaseException:
             os._exit(1)
+    os.close(tell)
+    with open(joined, "rb") as file:
+        assert file.read(1), "the child could not join the group"
     return pid
 
 
