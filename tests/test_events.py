@@ -1,3 +1,5 @@
+import ast
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -34,12 +36,20 @@ BY_TYPE = {
     "model.Level": st.sampled_from(model.LEVELS),
     "model.Denial": DENIALS,
     "EndReason": st.sampled_from(["asked", "expired", "idle", "owner_gone", "engine_stopped", "failed"]),
+    "Verdict": st.sampled_from(["allow", "deny", "ask"]),
+    "Change": st.sampled_from(["created", "replaced", "updated", "deleted"]),
 }
 
 
 def strategy_of(kind: type[events.Event]) -> st.SearchStrategy:
     fields = {**events.Event.__annotations__, **kind.__annotations__}
-    return st.builds(kind, **{name: BY_TYPE[str(type_)] for name, type_ in fields.items()})
+    return st.builds(kind, **{name: values_of(str(type_)) for name, type_ in fields.items()})
+
+
+def values_of(annotation: str) -> st.SearchStrategy:
+    if annotation.startswith("Literal["):
+        return st.sampled_from(ast.literal_eval(annotation.removeprefix("Literal")))
+    return BY_TYPE[annotation]
 
 
 EVENTS = st.one_of([strategy_of(kind) for kind in events.KINDS.values()])
@@ -47,7 +57,10 @@ EVENTS = st.one_of([strategy_of(kind) for kind in events.KINDS.values()])
 
 def test_the_kinds_are_the_acts_a_sandbox_knows():
     assert list(events.KINDS) == [
-        "created", "refused", "started", "exited", "denied", "file_written", "extended", "paused", "resumed",
+        "created", "refused", "started", "exited", "denied", "decided", "credential_used", "file_written",
+        "files_changed", "claimed", "extended", "paused", "suspended", "archived", "resumed", "forked",
+        "snapshot_made", "snapshot_restored", "snapshot_deleted", "policy_changed", "secret_changed",
+        "template_changed", "pool_changed", "volume_changed", "image_built", "image_pulled", "administered",
         "deleted", "lost", "swept",
     ]  # fmt: skip
 
@@ -71,8 +84,8 @@ def test_every_event_survives_the_journal(event):
 def test_every_event_is_one_short_line(event):
     line = events.encode(event)
     assert b"\n" not in line
-    # Six texts at most (or one list of them), each of at most six bytes a character once escaped.
-    assert len(line) < (6 + events.MAX_ITEMS) * events.MAX_TEXT * 6 + 1024
+    # Nine texts at most (or some and one list of them), each of at most six bytes a character once escaped.
+    assert len(line) < (9 + events.MAX_ITEMS) * events.MAX_TEXT * 6 + 1024
 
 
 @given(ANY_TEXT)
@@ -129,3 +142,39 @@ def test_events_are_matched_by_class():
             assert reason == "idle"
         case other:
             pytest.fail(f"{other}")
+
+
+def of(kind: str, **fields: object) -> events.AnyEvent:
+    known = {"sandbox": "a", "time": 1.0, "actor": "uid:0", **fields}
+    return msgspec.convert({"kind": kind, **known}, events.AnyEvent)
+
+
+@pytest.mark.parametrize(
+    ("event", "outcome"),
+    [
+        (of("refused", operation="exec", code="permission_denied", message=""), "refused"),
+        (of("refused", operation="exec", code="sandbox_not_found", message=""), "refused"),
+        (of("refused", operation="exec", code="sandbox_lost", message=""), "failed"),
+        (of("refused", operation="exec", code="internal_error", message=""), "failed"),
+        (of("refused", operation="exec", code="code_of_a_newer_engine", message=""), "failed"),
+        (of("decided", verdict="deny", operation="connect", target="x:1"), "refused"),
+        (of("decided", verdict="ask", operation="connect", target="x:1"), "ok"),
+        (of("decided", verdict="allow", operation="connect", target="x:1"), "ok"),
+        (of("exited", execution="e", exit_code=0), "ok"),
+        (of("exited", execution="e", exit_code=1), "failed"),
+        (of("exited", execution="e", exit_code=None, signal=9), "failed"),
+        (of("deleted", reason="asked"), "ok"),
+        (of("deleted", reason="failed"), "failed"),
+        (of("lost", reason="gone", owner="1:2"), "failed"),
+        (of("administered", operation="key_made"), "ok"),
+        (of("administered", operation="audit_failed", failed=True), "failed"),
+        (of("paused"), "ok"),
+    ],
+)
+def test_the_outcome_of_an_act(event, outcome):
+    assert events.outcome(event) == outcome
+
+
+@given(EVENTS)
+def test_every_event_has_an_outcome(event):
+    assert events.outcome(event) in events.OUTCOMES

@@ -11,21 +11,28 @@ and metrics are fed from that one line. Two properties make it fit for that, and
 * *Forward readable.* Unknown fields of a known kind are ignored when reading: a newer engine may add data. An unknown
   kind is `None` from `decode`, not an error, so that an old reader can skip what it does not know.
 
-An event holds no output, no file content and no environment: those may be secret, and journals are kept.
+An event holds no output, no file content, no environment and no secret's value: journals are kept. A secret is named.
+
+Whoever adds an act adds its kind here, in the past tense, and says what its outcome is if that is not `ok`.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from cloche import model
+from cloche import errors, model
 
 MAX_TEXT = 1024
 MAX_ITEMS = 64
 
 EndReason = Literal["asked", "expired", "idle", "owner_gone", "engine_stopped", "failed"]
+Verdict = Literal["allow", "deny", "ask"]
+Change = Literal["created", "replaced", "updated", "deleted"]
+Outcome = Literal["ok", "refused", "failed"]
+OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "failed")
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -69,6 +76,8 @@ class Started(Event, frozen=True, kw_only=True, tag="started"):
     execution: str
     command: str
     user: str = "user"
+    context: str | None = None
+    """The code context that runs it, if it is code and not a command."""
 
 
 class Exited(Event, frozen=True, kw_only=True, tag="exited"):
@@ -96,6 +105,16 @@ class FileWritten(Event, frozen=True, kw_only=True, tag="file_written"):
     size: int
 
 
+class FilesChanged(Event, frozen=True, kw_only=True, tag="files_changed"):
+    """Files were put in, moved or removed from outside, other than by one write."""
+
+    change: Literal["uploaded", "moved", "removed", "directory_made", "applied"]
+    """`applied`: what lay above an overlaid workspace was taken over into it, on the host."""
+    path: str
+    target: str | None = None
+    count: int = 1
+
+
 class Extended(Event, frozen=True, kw_only=True, tag="extended"):
     """The life of a sandbox was set anew; None is without end."""
 
@@ -108,6 +127,149 @@ class Paused(Event, frozen=True, kw_only=True, tag="paused"):
 
 class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
     """A paused sandbox runs again."""
+
+
+class Suspended(Event, frozen=True, kw_only=True, tag="suspended"):
+    """A sandbox was put to sleep with its memory on disk; nothing of it runs."""
+
+
+class Archived(Event, frozen=True, kw_only=True, tag="archived"):
+    """Only the files of a sandbox were kept; its processes are gone."""
+
+
+class Claimed(Event, frozen=True, kw_only=True, tag="claimed"):
+    """A sandbox was given to whoever asked for one, for good."""
+
+    pool: str | None
+    template: str
+    warm: bool
+    reason: str = ""
+    """Why it was not a warm one."""
+
+
+class Forked(Event, frozen=True, kw_only=True, tag="forked"):
+    """Copies of a sandbox were made; each has a `created` of its own."""
+
+    children: tuple[str, ...]
+
+
+class SnapshotMade(Event, frozen=True, kw_only=True, tag="snapshot_made"):
+    """A sandbox's files (and memory, if it says so) were kept under an id."""
+
+    snapshot: str
+    name: str | None = None
+    size: int = 0
+    memory: bool = False
+
+
+class SnapshotRestored(Event, frozen=True, kw_only=True, tag="snapshot_restored"):
+    """A sandbox was set back to a snapshot."""
+
+    snapshot: str
+
+
+class SnapshotDeleted(Event, frozen=True, kw_only=True, tag="snapshot_deleted"):
+    """A snapshot is gone."""
+
+    snapshot: str
+
+
+class Decided(Event, frozen=True, kw_only=True, tag="decided"):
+    """A policy answered whether something may be done, above all a connection out of the sandbox."""
+
+    verdict: Verdict
+    operation: str
+    """What was asked for: `connect`, `resolve`, a protocol's name, or a verb of ours."""
+    target: str
+    """`host:port`, a path, a name: as it was matched, never as it was spelled."""
+    rule: str = ""
+    source: str = ""
+    """Where the rule stands: `profile moderate`, `/etc/cloche/ceiling.toml line 3`, `answer of uid:1000`."""
+    reason: str = ""
+    """A stable word: `allowed`, `not_allowed`, `private_address`, …"""
+    method: str = ""
+    address: str = ""
+    execution: str | None = None
+    dropped: int = 0
+    """Decisions of this sandbox that were not written before this one, because there were too many."""
+
+
+class CredentialUsed(Event, frozen=True, kw_only=True, tag="credential_used"):
+    """A secret was put into a request on its way out. Its name and where it went; never its value."""
+
+    secret: str
+    host: str
+    place: str = ""
+    """`header authorization`, `query key`, …"""
+    method: str = ""
+    execution: str | None = None
+
+
+class PolicyChanged(Event, frozen=True, kw_only=True, tag="policy_changed"):
+    """What may be done is another thing now: in a sandbox, or (without one) for all that come."""
+
+    change: Literal["updated", "trusted", "distrusted"]
+    target: str
+    """A file, a profile, `network`."""
+    digest: str = ""
+    summary: tuple[str, ...] = ()
+    """What was added (`+allow pypi.org`) and taken away (`-deny …`)."""
+
+
+class SecretChanged(Event, frozen=True, kw_only=True, tag="secret_changed"):
+    """A secret was stored, bound anew, or deleted. Its value is not here."""
+
+    name: str
+    change: Change
+    hosts: tuple[str, ...] = ()
+
+
+class TemplateChanged(Event, frozen=True, kw_only=True, tag="template_changed"):
+    """A template has another version, or is gone."""
+
+    name: str
+    change: Change
+    version: str = ""
+
+
+class PoolChanged(Event, frozen=True, kw_only=True, tag="pool_changed"):
+    """A pool was made, set to another size, or removed."""
+
+    name: str
+    change: Change
+    template: str = ""
+    size: int | None = None
+
+
+class VolumeChanged(Event, frozen=True, kw_only=True, tag="volume_changed"):
+    """A volume was made, changed, or removed."""
+
+    name: str
+    change: Change
+
+
+class ImageBuilt(Event, frozen=True, kw_only=True, tag="image_built"):
+    """An image was made here."""
+
+    image: str
+    digest: str = ""
+
+
+class ImagePulled(Event, frozen=True, kw_only=True, tag="image_pulled"):
+    """An image was fetched from a registry."""
+
+    image: str
+    digest: str = ""
+
+
+class Administered(Event, frozen=True, kw_only=True, tag="administered"):
+    """Somebody tended the engine itself: a key made, remains swept, settings taken over, the audit log opened."""
+
+    operation: str
+    """Noun first: `key_made`, `key_revoked`, `swept`, `audit_failed`."""
+    target: str = ""
+    detail: str = ""
+    failed: bool = False
 
 
 class Deleted(Event, frozen=True, kw_only=True, tag="deleted"):
@@ -137,10 +299,28 @@ AnyEvent = (
     | Started
     | Exited
     | Denied
+    | Decided
+    | CredentialUsed
     | FileWritten
+    | FilesChanged
+    | Claimed
     | Extended
     | Paused
+    | Suspended
+    | Archived
     | Resumed
+    | Forked
+    | SnapshotMade
+    | SnapshotRestored
+    | SnapshotDeleted
+    | PolicyChanged
+    | SecretChanged
+    | TemplateChanged
+    | PoolChanged
+    | VolumeChanged
+    | ImageBuilt
+    | ImagePulled
+    | Administered
     | Deleted
     | Lost
     | Swept
@@ -183,8 +363,34 @@ def _bounded_text(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
+def outcome(event: AnyEvent) -> Outcome:
+    """How the act went. A command that fails is `failed`; what a rule or a check stopped is `refused`."""
+    match event:
+        case Refused(code=code):
+            return "failed" if _our_fault(code) else "refused"
+        case Denied() | Decided(verdict="deny"):
+            return "refused"
+        case Exited(exit_code=exit_code):
+            return "ok" if exit_code == 0 else "failed"
+        case Deleted(reason="failed") | Lost() | Administered(failed=True):
+            return "failed"
+        case _:
+            return "ok"
+
+
+def _our_fault(code: str) -> bool:
+    """Whether the request was good and we could not do it."""
+    face = errors.TABLE.get(code)
+    return face is None or face.http >= 500 or face.http == 410
+
+
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+@cache
+def _decoder() -> msgspec.json.Decoder[AnyEvent]:
+    """Made when something is read: a command only writes."""
+    return msgspec.json.Decoder(AnyEvent)
 
 
 def encode(event: AnyEvent) -> bytes:
@@ -195,7 +401,7 @@ def encode(event: AnyEvent) -> bytes:
 def decode(line: bytes | str) -> AnyEvent | None:
     """The event of a line; None for a kind that this version does not know. A broken line raises ValueError."""
     try:
-        return _decoder.decode(line)
+        return _decoder().decode(line)
     except msgspec.ValidationError:
         kind = msgspec.json.decode(line, type=dict[str, Any]).get("kind")
         if isinstance(kind, str) and kind not in KINDS:
