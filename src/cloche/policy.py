@@ -19,10 +19,10 @@ import msgspec
 from cloche import errors, model
 
 Root = Literal["overlay", "read-only"]
-Network = Literal["off", "rules", "open"]
+Mode = Literal["off", "rules", "open"]
 Syscalls = Literal["restrictive", "moderate", "permissive"]
 PROFILES = ("restrictive", "moderate", "permissive")
-_NETWORK_ORDER: tuple[Network, ...] = ("off", "rules", "open")
+_NETWORK_ORDER: tuple[Mode, ...] = ("off", "rules", "open")
 _SYSCALLS_ORDER: tuple[Syscalls, ...] = ("restrictive", "moderate", "permissive")
 
 # What tools and shells obey without asking; code that may write them reaches out of the glass later, when a
@@ -47,21 +47,51 @@ REPORTED: tuple[str, ...] = (
 )
 
 
-class Policy(model.Noun, frozen=True, kw_only=True):
-    """One merged policy."""
+class Files(model.Noun, frozen=True, kw_only=True):
+    """`[files]`: the root, and paths of a workspace."""
 
     root: Root = "overlay"
-    network: Network = "off"
-    syscalls: Syscalls = "moderate"
-    root_user: bool = True
-    """Whether `user="root"` is allowed; that root is nobody outside."""
-    minimum_isolation: model.Level = "process"
+    protected: tuple[str, ...] = PROTECTED
+    """Workspace paths that can be read and not written."""
+    deny: tuple[str, ...] = ()
+    """Further workspace paths that are hidden from reading and writing."""
+
+
+class Network(model.Noun, frozen=True, kw_only=True):
+    """`[network]`: whom the sandbox may speak to. Rules are lines of egress/rules.py; deny wins, an empty list denies all."""
+
+    mode: Mode = "off"
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    ask: tuple[str, ...] = ()
+    resolve: dict[str, str] = {}
+    """`host:port` → `address:port`: where that one is dialled, whatever the name service says."""
+
+
+class Calls(model.Noun, frozen=True, kw_only=True):
+    """`[syscalls]`: the filter."""
+
+    profile: Syscalls = "moderate"
+
+
+class Least(model.Noun, frozen=True, kw_only=True):
+    """`[isolation]`: what creation must not fall below."""
+
+    minimum: model.Level = "process"
     """The least that creation may end up with; the caller's own demand is "namespaces" unless it says otherwise."""
     required: tuple[str, ...] = ()
     """Kernel features without which creation must fail: 'landlock', 'seccomp', 'cgroup_memory', …"""
-    protected: tuple[str, ...] = PROTECTED
-    deny: tuple[str, ...] = ()
-    """Further workspace paths that are hidden from reading and writing."""
+    root_user: bool = True
+    """Whether `user="root"` is allowed; that root is nobody outside."""
+
+
+class Policy(model.Noun, frozen=True, kw_only=True):
+    """One merged policy, in the groups of its file."""
+
+    files: Files = Files()
+    network: Network = Network()
+    syscalls: Calls = Calls()
+    isolation: Least = Least()
 
     @classmethod
     def load(cls, path: str) -> Policy:
@@ -75,9 +105,11 @@ class Policy(model.Noun, frozen=True, kw_only=True):
 
 
 _PROFILE: dict[str, Policy] = {
-    "restrictive": Policy(root="read-only", syscalls="restrictive", root_user=False),
+    "restrictive": Policy(
+        files=Files(root="read-only"), syscalls=Calls(profile="restrictive"), isolation=Least(root_user=False)
+    ),
     "moderate": Policy(),
-    "permissive": Policy(network="open", syscalls="permissive"),
+    "permissive": Policy(network=Network(mode="open"), syscalls=Calls(profile="permissive")),
 }
 
 
@@ -91,12 +123,17 @@ def profile(name: str) -> Policy:
 
 
 def parse(data: dict[str, Any], *, base: Policy | None = None) -> Policy:
-    """`base` with the given fields replaced; an unknown or ill-typed one is an error that names it."""
-    for field in data:
-        if field not in Policy.__struct_fields__:
-            hint = errors.nearest(field, Policy.__struct_fields__)
-            raise errors.error("field_unknown", f"a policy has no field {field!r}", hint=hint, field=field)
-    merged = {**msgspec.to_builtins(base or Policy()), **data}
+    """`base` with the given fields replaced, group by group; an unknown or ill-typed one is an error that names it."""
+    merged = msgspec.to_builtins(base or Policy())
+    for group, fields in data.items():
+        _refuse_unknown(group, merged, "a policy has no group")
+        if not isinstance(fields, dict):
+            raise errors.error(
+                "policy_invalid", f"the group {group!r} of a policy is a table, not {fields!r}", field=group
+            )
+        for field in fields:
+            _refuse_unknown(field, merged[group], f"the group {group!r} of a policy has no field")
+        merged[group] |= fields
     try:
         return msgspec.convert(merged, Policy)
     except msgspec.ValidationError as problem:
@@ -105,18 +142,41 @@ def parse(data: dict[str, Any], *, base: Policy | None = None) -> Policy:
         ) from None
 
 
+def _refuse_unknown(name: str, known: dict[str, Any], sentence: str) -> None:
+    if name not in known:
+        raise errors.error(
+            "field_unknown", f"{sentence} {name!r}", hint=errors.nearest(name, known), field=name
+        )
+
+
 def tighten(policy: Policy, ceiling: Policy) -> Policy:
     """What both allow. Never looser than either, whatever the ceiling says."""
     return Policy(
-        root="read-only" if "read-only" in (policy.root, ceiling.root) else "overlay",
-        network=min(policy.network, ceiling.network, key=_NETWORK_ORDER.index),
-        syscalls=min(policy.syscalls, ceiling.syscalls, key=_SYSCALLS_ORDER.index),
-        root_user=policy.root_user and ceiling.root_user,
-        minimum_isolation=max(policy.minimum_isolation, ceiling.minimum_isolation, key=model.LEVELS.index),
-        required=tuple(dict.fromkeys((*policy.required, *ceiling.required))),
-        protected=tuple(dict.fromkeys((*policy.protected, *ceiling.protected))),
-        deny=tuple(dict.fromkeys((*policy.deny, *ceiling.deny))),
+        files=Files(
+            root="read-only" if "read-only" in (policy.files.root, ceiling.files.root) else "overlay",
+            protected=_union(policy.files.protected, ceiling.files.protected),
+            deny=_union(policy.files.deny, ceiling.files.deny),
+        ),
+        network=Network(
+            mode=min(policy.network.mode, ceiling.network.mode, key=_NETWORK_ORDER.index),
+            allow=policy.network.allow,
+            deny=_union(policy.network.deny, ceiling.network.deny),
+            ask=_union(policy.network.ask, ceiling.network.ask),
+            resolve=policy.network.resolve,
+        ),
+        syscalls=Calls(
+            profile=min(policy.syscalls.profile, ceiling.syscalls.profile, key=_SYSCALLS_ORDER.index)
+        ),
+        isolation=Least(
+            minimum=max(policy.isolation.minimum, ceiling.isolation.minimum, key=model.LEVELS.index),
+            required=_union(policy.isolation.required, ceiling.isolation.required),
+            root_user=policy.isolation.root_user and ceiling.isolation.root_user,
+        ),
     )
+
+
+def _union(*lists: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(entry for entries in lists for entry in entries))
 
 
 class Explanation(model.Noun, frozen=True, kw_only=True):
@@ -130,9 +190,9 @@ class Explanation(model.Noun, frozen=True, kw_only=True):
 def explain_path(policy: Policy, path: str, *, write: bool) -> Explanation:
     """Whether a path relative to the workspace may be read or written, by the very lists enforcement uses."""
     path = posixpath.normpath(path)
-    for source, entries in (("policy.deny", policy.deny), ("policy.protected", policy.protected)):
+    for source, entries in (("files.deny", policy.files.deny), ("files.protected", policy.files.protected)):
         for entry in entries:
-            if _covers(entry, path) and (write or source == "policy.deny"):
+            if _covers(entry, path) and (write or source == "files.deny"):
                 return Explanation(verdict="deny", rule=entry, source=source)
     return Explanation(verdict="allow", rule="workspace", source="default")
 

@@ -60,7 +60,7 @@ def namespaces_of(pid: int) -> dict[str, str]:
 
 def test_a_required_feature_that_is_missing_refuses_creation_and_leaves_nothing(tmp_path: Path) -> None:
     async def work(driver: namespaces.NamespacesDriver) -> None:
-        rules = policy.parse({"required": ["microvm"]})
+        rules = policy.parse({"isolation": {"required": ["microvm"]}})
         with pytest.raises(errors.NotSupported) as refusal:
             await driver.create(model.new_id(), model.SandboxSpec(), rules)
         assert refusal.value.code == "kernel_feature_missing"

@@ -161,7 +161,12 @@ def test_the_claims_are_the_lowest(tmp_path: Path) -> None:
 
 
 def test_nothing_can_be_gained(tmp_path: Path) -> None:
-    in_box(make, tmp_path, rungs.nothing_can_be_gained, rules=policy.Policy(syscalls="permissive"))
+    in_box(
+        make,
+        tmp_path,
+        rungs.nothing_can_be_gained,
+        rules=policy.Policy(syscalls=policy.Calls(profile="permissive")),
+    )
 
 
 # ── what Landlock has no word for ──────────────────────────────────────────────────────────────────
@@ -401,7 +406,11 @@ def test_what_cannot_be_given_is_refused_before_anything_is_made(tmp_path: Path)
     async def whole() -> None:
         driver = await rungs.started(make, tmp_path)
         with pytest.raises(errors.NotSupported, match="requires 'user_namespace'"):
-            await driver.create("a" * 20, model.SandboxSpec(), policy.Policy(required=("user_namespace",)))
+            await driver.create(
+                "a" * 20,
+                model.SandboxSpec(),
+                policy.Policy(isolation=policy.Least(required=("user_namespace",))),
+            )
         exposure = interfaces.Exposure(root=str(tmp_path), owner=(0, 0))
         with pytest.raises(errors.NotSupported, match="workspace"):
             await driver.create("a" * 20, model.SandboxSpec(), rungs.POLICY, exposure)

@@ -133,7 +133,9 @@ def test_denied_paths_are_named_by_what_they_lead_to(prepare, project: Path) -> 
     (project / "secret").mkdir()
     (project / "link").symlink_to("secret")
     (project / "out").symlink_to("/etc")
-    prepared = prepare(project, rules=policy.Policy(deny=("link", "out", "not-there", "../home")))
+    prepared = prepare(
+        project, rules=policy.Policy(files=policy.Files(deny=("link", "out", "not-there", "../home")))
+    )
     assert prepared.deny == (str(project / "secret"),)
 
 

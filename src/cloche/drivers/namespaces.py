@@ -303,7 +303,7 @@ class NamespacesDriver(interfaces.Driver):
         held |= {f"cgroup_{name}" for name in self.facts.groups.enforceable}
         held |= {"uid_range"} if not self.facts.rootless else set()
         held |= {"disk"} if self.facts.loop_disks else set()
-        for feature in rules.required:
+        for feature in rules.isolation.required:
             if feature not in held:
                 raise errors.error(
                     "kernel_feature_missing",
@@ -314,7 +314,7 @@ class NamespacesDriver(interfaces.Driver):
     def _isolation(self, rules: policy.Policy) -> model.Isolation:
         return model.Isolation(
             level="namespaces", driver=self.name, user_namespace=True, seccomp=True,
-            landlock_abi=self.facts.landlock_abi, uid_range=not self.facts.rootless, root=rules.root, network="off",
+            landlock_abi=self.facts.landlock_abi, uid_range=not self.facts.rootless, root=rules.files.root, network="off",
             missing=self.facts.missing,
         )  # fmt: skip
 
@@ -326,11 +326,11 @@ class NamespacesDriver(interfaces.Driver):
         held: holding.Held,
     ) -> dict[str, Any]:
         resources = spec.resources
-        self._usual = (resources, rules.root)
+        self._usual = (resources, rules.files.root)
         extra = dict(exposure.env) if exposure is not None else {}
         return {
-            "steps": mounts.plan(self._view(resources, rules.root, exposure)), "rlimits": held.rlimits, "affinity": held.affinity,
-            "syscalls": rules.syscalls, "landlock": _landlock_rules(rules, exposure),
+            "steps": mounts.plan(self._view(resources, rules.files.root, exposure)), "rlimits": held.rlimits, "affinity": held.affinity,
+            "syscalls": rules.syscalls.profile, "landlock": _landlock_rules(rules, exposure),
             "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
             "watch_mounts": exposure is not None and bool(exposure.protect),
             "agent": {
@@ -468,7 +468,7 @@ class NamespacesMachine(holding.HeldMachine):
 
 
 def _landlock_rules(rules: policy.Policy, exposure: interfaces.Exposure | None) -> list[tuple[str, int]]:
-    if rules.root == "overlay":
+    if rules.files.root == "overlay":
         return [("/", landlock.ALL)]
     shown = [b.target for b in exposure.binds if b.writable] if exposure is not None else []
     shown += [target for _, target in exposure.private] if exposure is not None else []

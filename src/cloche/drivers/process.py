@@ -123,7 +123,7 @@ class ProcessDriver(spawned.SpawnedDriver):
         self, made: ProcessMachine, spec: model.SandboxSpec, rules: policy.Policy, held: holding.Held
     ) -> dict[str, Any]:
         extra = (*narrow.PROCESS, *(narrow.PINNED if held.affinity else ()))
-        program = narrow.before(seccomp.build(rules.syscalls, notify=True), extra)
+        program = narrow.before(seccomp.build(rules.syscalls.profile, notify=True), extra)
         places = {
             "HOME": f"{made.room}/home",
             "TMPDIR": f"{made.room}/tmp",

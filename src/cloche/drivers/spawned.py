@@ -162,7 +162,7 @@ class SpawnedDriver(interfaces.Driver):
                 hint="use the driver 'namespaces', or copy the files in (box.files.write)",
             )
         held = self.held_features() | {f"cgroup_{name}" for name in self.groups.enforceable}
-        for feature in rules.required:
+        for feature in rules.isolation.required:
             if feature not in held:
                 raise errors.error(
                     "kernel_feature_missing",

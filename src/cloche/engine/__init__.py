@@ -114,7 +114,7 @@ class Engine(interfaces.Backend):
             self._creating -= 1
             if spec.name is not None:
                 self._coming.pop(spec.name).set()
-        if rules.network != "off":
+        if rules.network.mode != "off":
             asked = f"the profile {spec.profile!r} asks for a network; it is off in this version"
             machine.warnings = (*machine.warnings, asked)
         machine.ended.add_done_callback(lambda future: self._machine_ended(made, future))
@@ -165,7 +165,7 @@ class Engine(interfaces.Backend):
         rules = policy.profile(spec.profile)
         if spec.policy:
             rules = policy.parse(spec.policy, base=rules)
-        if rules.network != "off" and (spec.policy.get("network") or "off") != "off":
+        if rules.network.mode != "off" and spec.policy.get("network", {}).get("mode", "off") != "off":
             raise errors.error(
                 "network_refused",
                 "network rules are not available in this version; the network is off",
@@ -195,7 +195,7 @@ class Engine(interfaces.Backend):
     async def _make_machine(
         self, spec: model.SandboxSpec, rules: policy.Policy, lent: interfaces.Workspace | None = None
     ) -> interfaces.Machine:
-        minimum = max(spec.minimum_isolation, rules.minimum_isolation, key=model.LEVELS.index)
+        minimum = max(spec.minimum_isolation, rules.isolation.minimum, key=model.LEVELS.index)
         driver = await self._placement.choose(minimum, spec.driver)
         return await driver.create(model.new_id(), spec, rules, lent.exposure if lent is not None else None)
 

@@ -74,7 +74,7 @@ class Sandbox:
 
     async def start(self, request: model.ExecRequest) -> execution.Execution:
         request.check()
-        if request.user == "root" and not self.rules.root_user:
+        if request.user == "root" and not self.rules.isolation.root_user:
             raise errors.error(
                 "user_refused", f"the profile {self.spec.profile!r} does not allow user='root'",
                 hint="use profile='moderate'",

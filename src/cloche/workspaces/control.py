@@ -31,7 +31,7 @@ _MAX_FILES = 2000
 def snapshot(root: str, rules: policy.Policy) -> dict[str, str]:
     """A digest for each control file that is there, by its path relative to the root."""
     found: dict[str, str] = {}
-    for name in dict.fromkeys((*rules.protected, *policy.REPORTED, *FOLLOWED)):
+    for name in dict.fromkeys((*rules.files.protected, *policy.REPORTED, *FOLLOWED)):
         _add(root, name.rstrip("/"), found)
     return found
 

@@ -33,7 +33,7 @@ def diff(lower: str, upper: str, *, rules: policy.Policy | None = None) -> tuple
     """Every difference, parents before children, each with the reason if `apply` would refuse it."""
     with walking.directory(lower) as below, walking.directory(upper) as above:
         changes = sorted(_compare(below, above, ""), key=lambda change: change.path)
-    protected = (rules or policy.Policy()).protected
+    protected = (rules or policy.Policy()).files.protected
     return tuple(_judged(change, protected, os.path.realpath(lower), upper) for change in changes)
 
 

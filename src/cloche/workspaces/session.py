@@ -104,7 +104,7 @@ def _protect(
     cover = protection.Cover(root, state)
     mounts.covers.append(cover)
     main = _main_repository(root, known, cover, mounts)
-    for name in rules.protected:
+    for name in rules.files.protected:
         if main == ".git" or not name.startswith(".git/"):
             cover.add(name)
     found: list[repositories.Repository] = []
@@ -203,7 +203,7 @@ def _add_common(root: str, state: str, mounts: _Mounts) -> list[repositories.Rep
 
 def _denied(root: str, rules: policy.Policy) -> list[str]:
     """The paths to hide. A link is followed here, on the host: inside, only what it leads to can be covered."""
-    real = (os.path.realpath(f"{root}/{entry.strip('/')}") for entry in rules.deny)
+    real = (os.path.realpath(f"{root}/{entry.strip('/')}") for entry in rules.files.deny)
     return [path for path in dict.fromkeys(real) if places.beneath(path, root) and os.path.lexists(path)]
 
 

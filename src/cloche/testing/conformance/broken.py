@@ -99,8 +99,8 @@ class PlainDriver(interfaces.Driver):
     ) -> PlainMachine:
         if exposure is not None:
             raise errors.error("not_supported_by_driver", "workspaces cannot be shown")
-        if rules.required and "required" not in self.flaws:
-            raise errors.error("kernel_feature_missing", f"there is no {rules.required[0]}")
+        if rules.isolation.required and "required" not in self.flaws:
+            raise errors.error("kernel_feature_missing", f"there is no {rules.isolation.required[0]}")
         name = "shared" if "shared" in self.flaws else sandbox_id
         made = PlainMachine(sandbox_id, f"{self._home}/sandboxes/{name}", spec, self.flaws)
         self._machines[sandbox_id] = made
