@@ -2,6 +2,7 @@ import itertools
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,14 +13,17 @@ PAGE = Path(__file__).parent.parent / "docs/reference/policy.md"
 PATHS = st.lists(st.sampled_from([".env", "secrets/", ".git/hooks/", "a", "a/b"]), max_size=4).map(tuple)
 POLICIES = st.builds(
     policy.Policy,
-    root=st.sampled_from(["overlay", "read-only"]),
-    network=st.sampled_from(["off", "rules", "open"]),
-    syscalls=st.sampled_from(["restrictive", "moderate", "permissive"]),
-    root_user=st.booleans(),
-    minimum_isolation=st.sampled_from(model.LEVELS),
-    required=st.lists(st.sampled_from(["landlock", "seccomp", "cgroup_memory"]), max_size=3).map(tuple),
-    protected=PATHS,
-    deny=PATHS,
+    files=st.builds(
+        policy.Files, root=st.sampled_from(["overlay", "read-only"]), protected=PATHS, deny=PATHS
+    ),
+    network=st.builds(policy.Network, mode=st.sampled_from(["off", "rules", "open"])),
+    syscalls=st.builds(policy.Calls, profile=st.sampled_from(["restrictive", "moderate", "permissive"])),
+    isolation=st.builds(
+        policy.Least,
+        minimum=st.sampled_from(model.LEVELS),
+        required=st.lists(st.sampled_from(["landlock", "seccomp", "cgroup_memory"]), max_size=3).map(tuple),
+        root_user=st.booleans(),
+    ),
 )
 
 
@@ -27,14 +31,14 @@ def is_at_least_as_tight(one: policy.Policy, other: policy.Policy) -> bool:
     """Said again here, field by field, so that the test does not lean on the code it tests."""
     freedom = {"off": 0, "rules": 1, "open": 2, "restrictive": 0, "moderate": 1, "permissive": 2}
     return (
-        (one.root == "read-only" or other.root == "overlay")
-        and freedom[one.network] <= freedom[other.network]
-        and freedom[one.syscalls] <= freedom[other.syscalls]
-        and one.root_user <= other.root_user
-        and model.LEVELS.index(one.minimum_isolation) >= model.LEVELS.index(other.minimum_isolation)
-        and set(one.required) >= set(other.required)
-        and set(one.protected) >= set(other.protected)
-        and set(one.deny) >= set(other.deny)
+        (one.files.root == "read-only" or other.files.root == "overlay")
+        and freedom[one.network.mode] <= freedom[other.network.mode]
+        and freedom[one.syscalls.profile] <= freedom[other.syscalls.profile]
+        and one.isolation.root_user <= other.isolation.root_user
+        and model.LEVELS.index(one.isolation.minimum) >= model.LEVELS.index(other.isolation.minimum)
+        and set(one.isolation.required) >= set(other.isolation.required)
+        and set(one.files.protected) >= set(other.files.protected)
+        and set(one.files.deny) >= set(other.files.deny)
     )
 
 
@@ -50,9 +54,11 @@ def test_an_unknown_profile_is_refused_with_the_likely_one():
 
 def test_profiles_are_what_the_contract_says():
     restrictive, moderate, permissive = (policy.profile(name) for name in policy.PROFILES)
-    assert (restrictive.root, restrictive.network, restrictive.root_user) == ("read-only", "off", False)
-    assert (moderate.root, moderate.network) == ("overlay", "off")
-    assert (permissive.root, permissive.network, permissive.syscalls) == ("overlay", "open", "permissive")
+    assert (restrictive.files.root, restrictive.network.mode) == ("read-only", "off")
+    assert not restrictive.isolation.root_user
+    assert (moderate.files.root, moderate.network.mode) == ("overlay", "off")
+    assert (permissive.files.root, permissive.network.mode) == ("overlay", "open")
+    assert permissive.syscalls.profile == "permissive"
     assert moderate == policy.Policy()
 
 
@@ -65,7 +71,7 @@ def test_each_profile_is_tighter_than_the_next():
 
 @pytest.mark.parametrize("name", policy.PROFILES)
 def test_no_profile_leaves_control_files_open(name):
-    assert policy.profile(name).protected == policy.PROTECTED
+    assert policy.profile(name).files.protected == policy.PROTECTED
 
 
 # ── tightening ─────────────────────────────────────────────────────────────────────────────────────
@@ -81,12 +87,12 @@ def test_tightening_never_loosens(one, ceiling):
 @given(POLICIES, POLICIES)
 def test_tightening_takes_no_more_than_either_asks(one, ceiling):
     both = policy.tighten(one, ceiling)
-    assert both.root in (one.root, ceiling.root)
-    assert both.network in (one.network, ceiling.network)
-    assert both.syscalls in (one.syscalls, ceiling.syscalls)
-    assert both.minimum_isolation in (one.minimum_isolation, ceiling.minimum_isolation)
-    assert set(both.deny) == {*one.deny, *ceiling.deny}
-    assert set(both.required) == {*one.required, *ceiling.required}
+    assert both.files.root in (one.files.root, ceiling.files.root)
+    assert both.network.mode in (one.network.mode, ceiling.network.mode)
+    assert both.syscalls.profile in (one.syscalls.profile, ceiling.syscalls.profile)
+    assert both.isolation.minimum in (one.isolation.minimum, ceiling.isolation.minimum)
+    assert set(both.files.deny) == {*one.files.deny, *ceiling.files.deny}
+    assert set(both.isolation.required) == {*one.isolation.required, *ceiling.isolation.required}
 
 
 @given(POLICIES, POLICIES)
@@ -108,16 +114,27 @@ def test_what_one_layer_denies_no_other_allows(one, ceiling, path, write):
 
 
 def test_an_unknown_field_is_refused_with_the_likely_one():
-    with pytest.raises(errors.InvalidInput) as caught:
-        policy.parse({"netwrok": "off"})
-    assert caught.value.code == "field_unknown"
-    assert "'netwrok'" in caught.value.message
-    assert caught.value.hint == "did you mean 'network'?"
+    for data, word, likely in (
+        ({"netwrok": {"mode": "off"}}, "netwrok", "network"),
+        ({"network": {"mdoe": "off"}}, "mdoe", "mode"),
+    ):
+        with pytest.raises(errors.InvalidInput) as caught:
+            policy.parse(data)
+        assert caught.value.code == "field_unknown"
+        assert repr(word) in caught.value.message
+        assert caught.value.hint == f"did you mean {likely!r}?"
 
 
 @pytest.mark.parametrize(
     "data",
-    [{"network": "yes"}, {"root_user": "no"}, {"deny": "a"}, {"syscalls": "none"}, {"minimum_isolation": 3}],
+    [
+        {"network": "yes"},
+        {"network": {"mode": "yes"}},
+        {"isolation": {"root_user": "no"}},
+        {"files": {"deny": "a"}},
+        {"syscalls": {"profile": "none"}},
+        {"isolation": {"minimum": 3}},
+    ],
     ids=repr,
 )
 def test_an_ill_typed_field_is_refused_and_named(data):
@@ -129,8 +146,8 @@ def test_an_ill_typed_field_is_refused_and_named(data):
 
 def test_given_fields_replace_those_of_the_base():
     base = policy.profile("restrictive")
-    made = policy.parse({"network": "rules", "deny": ["secrets/"]}, base=base)
-    assert (made.network, made.deny, made.root) == ("rules", ("secrets/",), "read-only")
+    made = policy.parse({"network": {"mode": "rules"}, "files": {"deny": ["secrets/"]}}, base=base)
+    assert (made.network.mode, made.files.deny, made.files.root) == ("rules", ("secrets/",), "read-only")
     assert policy.parse({}, base=base) == base
     assert policy.parse({}) == policy.Policy()
 
@@ -143,14 +160,14 @@ def test_given_fields_replace_those_of_the_base():
 )
 def test_control_files_may_be_read_but_not_written(path):
     refusal = policy.explain_path(policy.Policy(), path, write=True)
-    assert (refusal.verdict, refusal.source) == ("deny", "policy.protected")
+    assert (refusal.verdict, refusal.source) == ("deny", "files.protected")
     assert policy.explain_path(policy.Policy(), path, write=False).verdict == "allow"
 
 
 def test_denied_paths_may_not_even_be_read():
-    rules = policy.Policy(deny=("secrets/",))
+    rules = policy.Policy(files=policy.Files(deny=("secrets/",)))
     assert policy.explain_path(rules, "secrets/key", write=False) == policy.Explanation(
-        verdict="deny", rule="secrets/", source="policy.deny"
+        verdict="deny", rule="secrets/", source="files.deny"
     )
     assert policy.explain_path(rules, "secrets2", write=True).verdict == "allow"
 
@@ -165,7 +182,11 @@ def test_other_files_are_free(path):
 
 def test_every_field_and_profile_has_its_place_in_the_reference():
     page = PAGE.read_text()
-    assert re.findall(r"^### `(\w+)`", page, re.M) == list(policy.Policy.__struct_fields__)
+    groups = msgspec.to_builtins(policy.Policy())
+    assert re.findall(r"^## `\[(\w+)\]`", page, re.M) == list(groups)
+    assert re.findall(r"^### `(\w+\.\w+)`", page, re.M) == [
+        f"{group}.{field}" for group, fields in groups.items() for field in fields
+    ]
     assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(policy.PROFILES)
 
 

@@ -264,12 +264,14 @@ def test_a_state_directory_of_somebody_else_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "code", "line", "hint"),
     [
-        ("root = 'overlay'\nnetwrok = 'off'\n", "field_unknown", 2, "did you mean 'network'?"),
-        ("\n[network]\nallow = []", "policy_invalid", 2, "policy.md"),
-        ("network = 'sometimes'", "policy_invalid", 1, "policy.md"),
-        ("deny = [\n  'a',\n  3,\n]", "policy_invalid", 1, "policy.md"),
-        ("deny = [", "policy_invalid", 1, "toml.io"),
-        ("root = 'overlay'\nroot_user = 1\n", "policy_invalid", 2, "policy.md"),
+        ("[files]\n[netwrok]\nmode = 'off'\n", "field_unknown", 2, "did you mean 'network'?"),
+        ("[network]\n\nmdoe = 'off'\n", "field_unknown", 3, "did you mean 'mode'?"),
+        ("\n[network]\nallow = 'pypi.org'", "policy_invalid", 3, "policy.md"),
+        ("network = 'off'", "policy_invalid", 1, "policy.md"),
+        ("network.mode = 'sometimes'", "policy_invalid", 1, "policy.md"),
+        ("[files]\ndeny = [\n  'a',\n  3,\n]", "policy_invalid", 2, "policy.md"),
+        ("[files]\ndeny = [", "policy_invalid", 2, "toml.io"),
+        ("[files]\nroot = 'overlay'\n[isolation]\nroot_user = 1\n", "policy_invalid", 4, "policy.md"),
     ],
 )
 def test_a_mistake_in_a_policy_is_reported_with_file_line_and_key(tmp_path, text, code, line, hint):
@@ -288,8 +290,10 @@ def test_a_policy_that_cannot_be_read_is_an_error(tmp_path, path):
 
 def test_a_policy_file_is_the_policy_it_says(tmp_path):
     path = tmp_path / "cloche.toml"
-    path.write_text("root = 'read-only'\ndeny = ['secrets/']\nroot_user = false\n")
-    expected = policy.Policy(root="read-only", deny=("secrets/",), root_user=False)
+    path.write_text("[files]\nroot = 'read-only'\ndeny = ['secrets/']\n[isolation]\nroot_user = false\n")
+    expected = policy.Policy(
+        files=policy.Files(root="read-only", deny=("secrets/",)), isolation=policy.Least(root_user=False)
+    )
     assert settings.load_policy(path) == expected
     assert policy.Policy.load(str(path)) == expected
 

@@ -64,7 +64,7 @@ class Network(model.Noun, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     ask: tuple[str, ...] = ()
-    resolve: dict[str, str] = {}
+    resolve: dict[str, str] = msgspec.field(default_factory=dict)
     """`host:port` → `address:port`: where that one is dialled, whatever the name service says."""
 
 

@@ -177,7 +177,7 @@ def load(environment: Mapping[str, str]) -> Settings:
 
 
 def load_policy(path: str | os.PathLike[str]) -> policy.Policy:
-    """A policy from a TOML file, its fields as top-level keys. A mistake says file, line and key."""
+    """A policy from a TOML file, its groups as tables. A mistake says file, line and key."""
     file = _read(os.fspath(path), "policy_invalid")
     assert file is not None
     _refuse_unknown(file, policy.Policy, file.data, unknown_code="field_unknown")
@@ -362,7 +362,7 @@ def _refuse_unknown(
             )
         inner = _struct_of(struct, key)
         if inner is not None and isinstance(value, dict):
-            kept[key] = _refuse_unknown(file, inner, value, at=(*at, key))
+            kept[key] = _refuse_unknown(file, inner, value, at=(*at, key), unknown_code=unknown_code)
         else:
             kept[key] = None if value == "none" and "None" in struct.__annotations__[key] else value
     return kept

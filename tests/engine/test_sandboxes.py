@@ -159,7 +159,7 @@ def test_isolation_is_never_lowered_silently(make_own):
 
 def test_a_missing_kernel_feature_that_the_policy_demands_makes_creation_fail(make_own):
     own = make_own()
-    assert code_of(lambda: own.create(policy={"required": ["time_travel"]})) in (
+    assert code_of(lambda: own.create(policy={"isolation": {"required": ["time_travel"]}})) in (
         "kernel_feature_missing",
         "policy_invalid",
     )

@@ -62,13 +62,22 @@ def test_an_unknown_field_of_a_policy_is_refused(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("root", "writable"), ("network", "on"), ("syscalls", "all"), ("root_user", "yes"), ("minimum_isolation", "none"),
-     ("required", "landlock"), ("protected", None), ("deny", 5), ("network", None), ("syscalls", ["permissive"])],
+    ("group", "field", "value"),
+    [("files", "root", "writable"), ("network", "mode", "on"), ("syscalls", "profile", "all"),
+     ("isolation", "root_user", "yes"), ("isolation", "minimum", "none"), ("isolation", "required", "landlock"),
+     ("files", "protected", None), ("files", "deny", 5), ("network", "mode", None), ("network", "allow", "pypi.org"),
+     ("syscalls", "profile", ["permissive"])],
 )  # fmt: skip
-def test_an_ill_typed_field_of_a_policy_is_refused(field: str, value: object) -> None:
+def test_an_ill_typed_field_of_a_policy_is_refused(group: str, field: str, value: object) -> None:
     with pytest.raises(errors.ClocheError):
-        policy.parse({field: value})
+        policy.parse({group: {field: value}})
+
+
+@pytest.mark.parametrize("value", [None, True, "off", ["mode"], 5])
+@pytest.mark.parametrize("group", ["files", "network", "syscalls", "isolation"])
+def test_a_group_that_is_not_a_table_is_refused(group: str, value: object) -> None:
+    with pytest.raises(errors.ClocheError):
+        policy.parse({group: value})
 
 
 @pytest.mark.parametrize("option", ["template", "driver", "minimum_isolation"])
@@ -98,13 +107,13 @@ def test_the_level_had_is_never_below_the_level_asked(level: str) -> None:
 )
 def test_a_required_feature_that_is_not_there_makes_nothing(feature: str) -> None:
     with pytest.raises(errors.ClocheError) as refusal:
-        glass.Box(policy=Policy(required=(feature,)))
+        glass.Box(policy=Policy(isolation=policy.Least(required=(feature,))))
     assert refusal.value.code == "kernel_feature_missing"
 
 
 @pytest.mark.parametrize("feature", ["seccomp", "user_namespace"])
 def test_a_required_feature_that_is_there_is_used(feature: str) -> None:
-    with glass.box(policy=Policy(required=(feature,))) as box:
+    with glass.box(policy=Policy(isolation=policy.Least(required=(feature,)))) as box:
         assert box.works()
 
 
@@ -113,12 +122,13 @@ def test_a_required_feature_that_is_there_is_used(feature: str) -> None:
 def test_a_tightening_layer_never_widens(profile: str, layer: Policy) -> None:
     base = policy.profile(profile)
     merged = policy.tighten(base, layer)
-    assert policy.PROFILES.index(merged.syscalls) <= policy.PROFILES.index(base.syscalls)
-    assert ("off", "rules", "open").index(merged.network) <= ("off", "rules", "open").index(base.network)
-    assert merged.root_user <= base.root_user
-    assert base.root == "overlay" or merged.root == "read-only"
-    assert set(merged.deny) >= set(base.deny)
-    assert set(merged.protected) >= set(base.protected)
+    freedom = ("off", "rules", "open")
+    assert policy.PROFILES.index(merged.syscalls.profile) <= policy.PROFILES.index(base.syscalls.profile)
+    assert freedom.index(merged.network.mode) <= freedom.index(base.network.mode)
+    assert merged.isolation.root_user <= base.isolation.root_user
+    assert base.files.root == "overlay" or merged.files.root == "read-only"
+    assert set(merged.files.deny) >= set(base.files.deny)
+    assert set(merged.files.protected) >= set(base.files.protected)
 
 
 # --- filters ------------------------------------------------------------------------------------------------

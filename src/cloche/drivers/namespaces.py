@@ -308,7 +308,7 @@ class NamespacesDriver(interfaces.Driver):
                 raise errors.error(
                     "kernel_feature_missing",
                     f"the policy requires {feature!r}, which this host does not give",
-                    hint="run `cloche doctor`, or drop it from policy.required",
+                    hint="run `cloche doctor`, or drop it from isolation.required of the policy",
                 )
 
     def _isolation(self, rules: policy.Policy) -> model.Isolation:

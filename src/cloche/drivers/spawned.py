@@ -124,7 +124,7 @@ class SpawnedDriver(interfaces.Driver):
 
     @abstractmethod
     def held_features(self) -> set[str]:
-        """What `policy.required` may ask for and gets."""
+        """What `isolation.required` may ask for and gets."""
 
     @abstractmethod
     def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> SpawnedMachine:
@@ -167,7 +167,7 @@ class SpawnedDriver(interfaces.Driver):
                 raise errors.error(
                     "kernel_feature_missing",
                     f"the policy requires {feature!r}, which the driver {self.name!r} does not give on this host",
-                    hint="run `cloche doctor`, or drop it from policy.required",
+                    hint="run `cloche doctor`, or drop it from isolation.required of the policy",
                 )
 
     async def close(self) -> None:

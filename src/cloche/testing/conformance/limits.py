@@ -160,5 +160,5 @@ async def a_feature_that_is_missing_fails_the_creation(bench: Bench) -> None:
     """What the policy requires and the driver cannot give makes creation fail, by name, and nothing is made."""
     before = bench.engine.live
     with refused("kernel_feature_missing"):
-        await bench.box(policy={"required": ["a_feature_that_no_kernel_has"]})
+        await bench.box(policy={"isolation": {"required": ["a_feature_that_no_kernel_has"]}})
     same(bench.engine.live, before)
