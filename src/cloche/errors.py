@@ -75,6 +75,10 @@ TABLE: dict[str, Face] = {
     "workspace_not_found": _BAD,
     "workspace_refused": _BAD,
     "socket_path_too_long": _BAD,
+    "action_invalid": _BAD,
+    "template_invalid": _BAD,
+    "pool_invalid": _BAD,
+    "field_refused": _BAD,
     "file_too_large": _LARGE,
     "output_too_large": _LARGE,
     # rules
@@ -88,12 +92,20 @@ TABLE: dict[str, Face] = {
     # not there
     "sandbox_not_found": _MISSING,
     "template_not_found": _MISSING,
+    "pool_not_found": _MISSING,
+    "claim_not_found": _MISSING,
+    "snapshot_not_found": _MISSING,
+    "volume_not_found": _MISSING,
     "execution_not_found": _MISSING,
     "context_not_found": _MISSING,
     "file_not_found": _MISSING,
     "user_not_found": _MISSING,
     # conflicts
     "name_conflict": _CLASH,
+    "version_conflict": _CLASH,
+    "template_in_use": _CLASH,
+    "sandbox_claimed": _CLASH,
+    "volume_in_use": _CLASH,
     "file_exists": _CLASH,
     "directory_not_empty": _CLASH,
     "state_locked": _CLASH,
@@ -109,6 +121,7 @@ TABLE: dict[str, Face] = {
     "sandbox_expired": _GONE,
     "sandbox_create_failed": _BROKEN,
     "sandbox_disk_full": _BROKEN,
+    "startup_failed": _BROKEN,
     "context_lost": _GONE,
     "guest_misbehaved": _BROKEN,
     "launcher_lost": Face(500, 125, -32603, "InternalError", retryable=True),
@@ -240,13 +253,14 @@ _CODES: dict[type[ClocheError], str] = {
         "host_path_refused permission_denied user_refused isolation_too_low network_refused peer_refused apply_refused"
     ),
     NotFound: (
-        "sandbox_not_found template_not_found execution_not_found context_not_found file_not_found user_not_found"
+        "sandbox_not_found template_not_found pool_not_found claim_not_found snapshot_not_found volume_not_found "
+        "execution_not_found context_not_found file_not_found user_not_found"
     ),
     Conflict: (
-        "name_conflict file_exists directory_not_empty state_locked state_too_new state_corrupt execution_finished "
+        "name_conflict version_conflict template_in_use sandbox_claimed volume_in_use file_exists directory_not_empty state_locked state_too_new state_corrupt execution_finished "
         "context_busy context_has_threads used_after_fork sandbox_stopped"
     ),
-    SandboxError: "sandbox_create_failed sandbox_disk_full guest_misbehaved launcher_lost",
+    SandboxError: "sandbox_create_failed startup_failed sandbox_disk_full guest_misbehaved launcher_lost",
     SandboxLost: "sandbox_lost sandbox_expired context_lost",
     CapacityExceeded: "capacity_exceeded disk_full wait_timeout",
     NotSupported: "linux_only kernel_feature_missing needs_subuids not_supported_by_driver",

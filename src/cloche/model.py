@@ -71,6 +71,83 @@ class Resources(Noun, frozen=True, kw_only=True):
 DEFAULT_RESOURCES = Resources()
 
 
+class Ladder(Noun, frozen=True, kw_only=True):
+    """How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`."""
+
+    pause_after_s: float | None = None
+    """Memory stays; resuming takes about a millisecond."""
+    archive_after_s: float | None = None
+    """Files only; processes end. Survives a restart of the machine."""
+
+    def check(self) -> None:
+        for field in self.__struct_fields__:
+            check_seconds(field, getattr(self, field))
+        first, then = self.pause_after_s, self.archive_after_s
+        if first is not None and then is not None and then <= first:
+            raise errors.error(
+                "limit_invalid",
+                f"archive_after_s is {then}, which is not later than pause_after_s ({first})",
+                hint="a ladder goes down: pause first, archive later",
+                field="archive_after_s",
+            )
+
+
+class Probe(Noun, frozen=True, kw_only=True):
+    """Something to wait for: a port that accepts, or a command that exits with 0."""
+
+    port: int | None = None
+    command: str | list[str] | None = None
+    timeout_s: float = 30
+    every_s: float = 0.1
+
+
+class FileToWrite(Noun, frozen=True, kw_only=True):
+    path: str
+    content: str = ""
+    mode: int | None = None
+
+
+class Action(Noun, frozen=True, kw_only=True):
+    """One thing a new sandbox does before it counts as ready: exactly one of the fields."""
+
+    run: str | list[str] | None = None
+    write: FileToWrite | None = None
+    wait_for: Probe | None = None
+    suspend: Literal["now"] | None = None
+    """Pause as soon as everything before it is done."""
+    suspend_at: float | None = None
+    """Pause at a moment (seconds since 1970)."""
+    user: str = "user"
+    timeout_s: float = 60
+
+    @property
+    def kind(self) -> str:
+        chosen = [
+            name for name in ("run", "write", "wait_for", "suspend", "suspend_at") if getattr(self, name)
+        ]
+        return chosen[0] if len(chosen) == 1 else ""
+
+    def check(self) -> None:
+        if not self.kind:
+            raise errors.error(
+                "action_invalid",
+                "a startup action has exactly one of run, write, wait_for, suspend, suspend_at",
+                field="startup",
+            )
+        if self.wait_for is not None and (self.wait_for.port is None) == (self.wait_for.command is None):
+            raise errors.error(
+                "action_invalid", "wait_for has a port or a command, and not both", field="wait_for"
+            )
+        check_seconds("timeout_s", self.timeout_s)
+
+
+class Mount(Noun, frozen=True, kw_only=True):
+    """A volume in a sandbox."""
+
+    volume: str
+    read_only: bool = False
+
+
 class SandboxSpec(Noun, frozen=True, kw_only=True):
     """Everything that decides what a sandbox is. Two equal specs make interchangeable sandboxes."""
 
@@ -91,6 +168,22 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
     policy: dict[str, Any] = {}
     stay: bool = False
     """A sandbox that stays outlives the connection that made it."""
+    image: str | None = None
+    """What the root is made of; None is the template's, and `host` the host's own programs."""
+    snapshot: str | None = None
+    """Whose files it starts with."""
+    secrets: tuple[str, ...] = ()
+    volumes: dict[str, Mount] = {}
+    """Where inside → what."""
+    cwd: str | None = None
+    user: str = "user"
+    startup: tuple[Action, ...] = ()
+    contexts: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    ladder: Ladder = Ladder()
+    inherit: tuple[str, ...] = ()
+    """Fields that the caller left to the template (`env` and `labels` are always laid over it). Whoever takes the
+    caller's words (SDK, CLI, a wire) fills it; `resources.memory_mib` names a field of a group."""
 
     def check(self) -> None:
         if self.name is not None:
@@ -104,6 +197,11 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
         self.resources.check()
         for field in ("timeout_s", "idle_timeout_s"):
             check_seconds(field, getattr(self, field))
+        self.ladder.check()
+        for action in self.startup:
+            action.check()
+        for target in self.volumes:
+            check_path(target)
 
 
 class ExecRequest(Noun, frozen=True, kw_only=True):
@@ -234,7 +332,7 @@ class Limit(Noun, frozen=True, kw_only=True):
     by: str
 
 
-Phase = Literal["running", "paused", "deleted", "lost"]
+Phase = Literal["running", "paused", "archived", "deleted", "lost"]
 
 
 class SandboxInfo(Noun, frozen=True, kw_only=True):

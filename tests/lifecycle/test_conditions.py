@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cloche import model
 from cloche.lifecycle import conditions
-from cloche.lifecycle.conditions import Condition
+from cloche.stock import Condition
 
 PHASES: tuple[model.Phase, ...] = get_args(model.Phase)
 STATUSES: st.SearchStrategy[conditions.Status] = st.sampled_from(["True", "False", "Unknown"])

@@ -3,6 +3,7 @@
     phase      Ready                                Suspended
     running    True   DependenciesReady             False  NotSuspended
     paused     False  SandboxSuspended              True   SandboxSuspended
+    archived   False  SandboxSuspended              True   SandboxSuspended
     deleted    False  DependenciesNotReady          False  NotSuspended
       expired  False  SandboxExpired                False  NotSuspended
     lost       False  DependenciesNotReady          False  NotSuspended
@@ -23,6 +24,7 @@ from typing import Literal
 import msgspec
 
 from cloche import model
+from cloche.stock import Condition
 
 Status = Literal["True", "False", "Unknown"]
 Type = Literal["Ready", "Suspended"]
@@ -32,23 +34,11 @@ READY_REASONS = frozenset({"DependenciesReady", "DependenciesNotReady", "Sandbox
 SUSPENDED_REASONS = frozenset({"NotSuspended", "SandboxSuspended"})
 
 
-class Condition(model.Noun, frozen=True, kw_only=True):
-    """One statement about a sandbox, and since when it is so. The spelling of the wire is made at the border."""
-
-    type: str
-    status: Status
-    reason: str
-    message: str
-    last_transition_time: float = 0
-    """Seconds since 1970; set by `settle`."""
-    observed_generation: int = 0
-
-
 def evaluate(
     phase: model.Phase, *, expired: bool = False, detail: str | None = None, generation: int = 0
 ) -> tuple[Condition, ...]:
     """What is true of a sandbox in `phase`. `expired`: it ended by its own limits; `detail`: why it is gone."""
-    suspended = phase == "paused"
+    suspended = phase in ("paused", "archived")
     return (
         _condition(generation, "Ready", *_ready(phase, expired, detail)),
         _condition(
@@ -76,7 +66,7 @@ def _ready(phase: model.Phase, expired: bool, detail: str | None) -> tuple[Statu
     match phase:
         case "running":
             return "True", "DependenciesReady", "Sandbox is ready"
-        case "paused":
+        case "paused" | "archived":
             return "False", "SandboxSuspended", "Sandbox is suspended"
         case "deleted" if expired:
             return "False", "SandboxExpired", "Sandbox has expired"
