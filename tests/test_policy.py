@@ -12,7 +12,7 @@ from cloche import errors, model, policy
 PAGE = Path(__file__).parent.parent / "docs/reference/policy.md"
 PATHS = st.lists(st.sampled_from([".env", "secrets/", ".git/hooks/", "a", "a/b"]), max_size=4).map(tuple)
 POLICIES = st.builds(
-    policy.Policy,
+    policy.Merged,
     files=st.builds(
         policy.Files, root=st.sampled_from(["overlay", "read-only"]), protected=PATHS, deny=PATHS
     ),
@@ -27,7 +27,7 @@ POLICIES = st.builds(
 )
 
 
-def is_at_least_as_tight(one: policy.Policy, other: policy.Policy) -> bool:
+def is_at_least_as_tight(one: policy.Merged, other: policy.Merged) -> bool:
     """Said again here, field by field, so that the test does not lean on the code it tests."""
     freedom = {"off": 0, "rules": 1, "open": 2, "restrictive": 0, "moderate": 1, "permissive": 2}
     return (
@@ -59,7 +59,7 @@ def test_profiles_are_what_the_contract_says():
     assert (moderate.files.root, moderate.network.mode) == ("overlay", "off")
     assert (permissive.files.root, permissive.network.mode) == ("overlay", "open")
     assert permissive.syscalls.profile == "permissive"
-    assert moderate == policy.Policy()
+    assert moderate == policy.Merged()
 
 
 def test_each_profile_is_tighter_than_the_next():
@@ -149,7 +149,7 @@ def test_given_fields_replace_those_of_the_base():
     made = policy.parse({"network": {"mode": "rules"}, "files": {"deny": ["secrets/"]}}, base=base)
     assert (made.network.mode, made.files.deny, made.files.root) == ("rules", ("secrets/",), "read-only")
     assert policy.parse({}, base=base) == base
-    assert policy.parse({}) == policy.Policy()
+    assert policy.parse({}) == policy.Merged()
 
 
 # ── explaining ─────────────────────────────────────────────────────────────────────────────────────
@@ -159,13 +159,13 @@ def test_given_fields_replace_those_of_the_base():
     "path", [".git/hooks", ".git/hooks/pre-commit", "./.git/hooks/x", "src/../.git/hooks/x", "cloche.toml"]
 )
 def test_control_files_may_be_read_but_not_written(path):
-    refusal = policy.explain_path(policy.Policy(), path, write=True)
+    refusal = policy.explain_path(policy.Merged(), path, write=True)
     assert (refusal.verdict, refusal.source) == ("deny", "files.protected")
-    assert policy.explain_path(policy.Policy(), path, write=False).verdict == "allow"
+    assert policy.explain_path(policy.Merged(), path, write=False).verdict == "allow"
 
 
 def test_denied_paths_may_not_even_be_read():
-    rules = policy.Policy(files=policy.Files(deny=("secrets/",)))
+    rules = policy.Merged(files=policy.Files(deny=("secrets/",)))
     assert policy.explain_path(rules, "secrets/key", write=False) == policy.Explanation(
         verdict="deny", rule="secrets/", source="files.deny"
     )
@@ -174,7 +174,7 @@ def test_denied_paths_may_not_even_be_read():
 
 @pytest.mark.parametrize("path", ["src/main.py", ".git/hooks2", ".gitconfig2", "a/.bashrc"])
 def test_other_files_are_free(path):
-    assert policy.explain_path(policy.Policy(), path, write=True).verdict == "allow"
+    assert policy.explain_path(policy.Merged(), path, write=True).verdict == "allow"
 
 
 # ── the page ───────────────────────────────────────────────────────────────────────────────────────
@@ -182,7 +182,7 @@ def test_other_files_are_free(path):
 
 def test_every_field_and_profile_has_its_place_in_the_reference():
     page = PAGE.read_text()
-    groups = msgspec.to_builtins(policy.Policy())
+    groups = msgspec.to_builtins(policy.Merged())
     assert re.findall(r"^## `\[(\w+)\]`", page, re.M) == list(groups)
     assert re.findall(r"^### `(\w+\.\w+)`", page, re.M) == [
         f"{group}.{field}" for group, fields in groups.items() for field in fields

@@ -292,7 +292,7 @@ def test_a_policy_file_is_the_policy_it_says(tmp_path):
     path = tmp_path / "cloche.toml"
     path.write_text("[files]\nroot = 'read-only'\ndeny = ['secrets/']\n[isolation]\nroot_user = false\n")
     expected = policy.Policy(
-        files=policy.Files(root="read-only", deny=("secrets/",)), isolation=policy.Least(root_user=False)
+        files={"root": "read-only", "deny": ["secrets/"]}, isolation={"root_user": False}
     )
     assert settings.load_policy(path) == expected
     assert policy.Policy.load(str(path)) == expected

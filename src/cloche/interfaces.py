@@ -125,7 +125,7 @@ class Workspace(ABC):
 class Workspaces(ABC):
     @abstractmethod
     def open(
-        self, directory: str, *, rules: policy.Policy, sandbox_id: str, overlay: bool, path: str | None = None
+        self, directory: str, *, rules: policy.Merged, sandbox_id: str, overlay: bool, path: str | None = None
     ) -> Workspace:
         """Prepare a directory, and the toolchains that the caller's PATH leads to; raises `workspace_not_found` or `workspace_refused` and has changed nothing then."""
 
@@ -220,7 +220,7 @@ class Driver(ABC):
 
     @abstractmethod
     async def create(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, exposure: Exposure | None = None
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged, exposure: Exposure | None = None
     ) -> Machine:
         """Make a running machine, or raise and leave nothing behind. A driver that cannot show the `exposure` exactly as
         described refuses with `not_supported_by_driver`."""

@@ -180,8 +180,9 @@ def load_policy(path: str | os.PathLike[str]) -> policy.Policy:
     """A policy from a TOML file, its groups as tables. A mistake says file, line and key."""
     file = _read(os.fspath(path), "policy_invalid")
     assert file is not None
-    _refuse_unknown(file, policy.Policy, file.data, unknown_code="field_unknown")
-    return _convert(file, file.data, policy.Policy)
+    _refuse_unknown(file, policy.Merged, file.data, unknown_code="field_unknown")
+    _convert(file, file.data, policy.Merged)
+    return policy.Policy(**file.data)
 
 
 def make_home(home: str) -> None:

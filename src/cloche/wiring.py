@@ -45,7 +45,7 @@ class Workspaces(interfaces.Workspaces):
         self._environment = environment
 
     def open(
-        self, directory: str, *, rules: policy.Policy, sandbox_id: str, overlay: bool, path: str | None = None
+        self, directory: str, *, rules: policy.Merged, sandbox_id: str, overlay: bool, path: str | None = None
     ) -> interfaces.Workspace:
         return self._local().open(directory, rules=rules, sandbox_id=sandbox_id, overlay=overlay, path=path)
 

@@ -19,7 +19,7 @@ from cloche import errors, interfaces, model, policy
 from cloche.drivers import spawned
 from cloche.linux import cgroups, processes
 
-POLICY = policy.Policy(isolation=policy.Least(minimum="process"))
+POLICY = policy.Merged(isolation=policy.Least(minimum="process"))
 
 
 class Ran(NamedTuple):
@@ -95,7 +95,7 @@ async def started(make: Make, home: Path) -> spawned.SpawnedDriver:
     return driver
 
 
-def in_box(make: Make, tmp_path: Path, work: Work, *, rules: policy.Policy = POLICY, **spec) -> None:
+def in_box(make: Make, tmp_path: Path, work: Work, *, rules: policy.Merged = POLICY, **spec) -> None:
     """Run `work` in a new sandbox, and end it whatever happened."""
 
     async def whole() -> None:
@@ -487,7 +487,7 @@ from cloche.drivers.{module} import {driver}
 async def main():
     made = {driver}(sys.argv[1])
     await made.start()
-    box = await made.create(model.new_id(), model.SandboxSpec(), policy.Policy(isolation=policy.Least(minimum="process")))
+    box = await made.create(model.new_id(), model.SandboxSpec(), policy.Merged(isolation=policy.Least(minimum="process")))
     null = os.open("/dev/null", os.O_RDWR)
     read, write = os.pipe()
     line = "(setsid sh -c 'sleep " + sys.argv[2] + " & echo up' &); sleep " + sys.argv[2]

@@ -158,7 +158,7 @@ def test_a_policy_without_landlock_still_runs_and_says_so(tmp_path: Path) -> Non
 def test_what_cannot_be_given_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     async def whole() -> None:
         driver = await rungs.started(lambda home: make(home, landlock_abi=0), tmp_path)
-        required = policy.Policy(isolation=policy.Least(required=("landlock",)))
+        required = policy.Merged(isolation=policy.Least(required=("landlock",)))
         with pytest.raises(errors.NotSupported, match="requires 'landlock'"):
             await driver.create("a" * 20, model.SandboxSpec(), required)
         exposure = interfaces.Exposure(root=str(tmp_path), owner=(0, 0))

@@ -165,7 +165,7 @@ def test_nothing_can_be_gained(tmp_path: Path) -> None:
         make,
         tmp_path,
         rungs.nothing_can_be_gained,
-        rules=policy.Policy(syscalls=policy.Calls(profile="permissive")),
+        rules=policy.Merged(syscalls=policy.Calls(profile="permissive")),
     )
 
 
@@ -409,7 +409,7 @@ def test_what_cannot_be_given_is_refused_before_anything_is_made(tmp_path: Path)
             await driver.create(
                 "a" * 20,
                 model.SandboxSpec(),
-                policy.Policy(isolation=policy.Least(required=("user_namespace",))),
+                policy.Merged(isolation=policy.Least(required=("user_namespace",))),
             )
         exposure = interfaces.Exposure(root=str(tmp_path), owner=(0, 0))
         with pytest.raises(errors.NotSupported, match="workspace"):

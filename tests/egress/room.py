@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cloche.egress import process, records, rules
+from cloche.egress import process, records
 from cloche.guest import wire
+from cloche.policy import rules
 
 INSIDE = Path(__file__).with_name("inside.py")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cloche.egress import rules
+from cloche.policy import rules
 from tests.egress import room
 
 make = rules.RuleSet.make

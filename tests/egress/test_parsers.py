@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloche.egress import dns, http, names, socks, tls
+from cloche.egress import dns, http, socks, tls
+from cloche.policy import names
 
 # ── HTTP ──
 

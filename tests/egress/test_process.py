@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cloche import errors
-from cloche.egress import process, rules
+from cloche.egress import process
 from cloche.guest import wire
+from cloche.policy import rules
 from tests.egress import room
 
 make = rules.RuleSet.make

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cloche.egress import proxy, records, rules, socks, upstream
+from cloche.egress import proxy, records, socks, upstream
 from cloche.guest import wire
+from cloche.policy import rules
 from tests.egress import room
 
 make = rules.RuleSet.make

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloche import errors
-from cloche.egress import names, rules
+from cloche.policy import names, rules
 
 make = rules.RuleSet.make
 Request = rules.Request

@@ -107,19 +107,19 @@ def test_the_level_had_is_never_below_the_level_asked(level: str) -> None:
 )
 def test_a_required_feature_that_is_not_there_makes_nothing(feature: str) -> None:
     with pytest.raises(errors.ClocheError) as refusal:
-        glass.Box(policy=Policy(isolation=policy.Least(required=(feature,))))
+        glass.Box(policy=Policy(isolation={"required": [feature]}))
     assert refusal.value.code == "kernel_feature_missing"
 
 
 @pytest.mark.parametrize("feature", ["seccomp", "user_namespace"])
 def test_a_required_feature_that_is_there_is_used(feature: str) -> None:
-    with glass.box(policy=Policy(isolation=policy.Least(required=(feature,)))) as box:
+    with glass.box(policy=Policy(isolation={"required": [feature]})) as box:
         assert box.works()
 
 
-@pytest.mark.parametrize("layer", [Policy(), *(policy.profile(name) for name in policy.PROFILES)])
+@pytest.mark.parametrize("layer", [policy.Merged(), *(policy.profile(name) for name in policy.PROFILES)])
 @pytest.mark.parametrize("profile", policy.PROFILES)
-def test_a_tightening_layer_never_widens(profile: str, layer: Policy) -> None:
+def test_a_tightening_layer_never_widens(profile: str, layer: policy.Merged) -> None:
     base = policy.profile(profile)
     merged = policy.tighten(base, layer)
     freedom = ("off", "rules", "open")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cloche import errors
-from cloche.egress import dns, http, names, rules, socks
+from cloche.egress import dns, http, socks
+from cloche.policy import names, rules
 
 ROWS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("spellings.toml").read_text("utf-8"))[
     "row"

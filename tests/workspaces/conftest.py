@@ -49,7 +49,7 @@ def prepare(tmp_path: Path, home: Path) -> Iterator[Callable[..., workspaces.Pre
     opened: list[str] = []
 
     def open_session(
-        directory: object, *, name: str = "one", rules: policy.Policy | None = None, **options: Any
+        directory: object, *, name: str = "one", rules: policy.Merged | None = None, **options: Any
     ):
         state = states / name
         state.mkdir(mode=0o700, exist_ok=True)
@@ -57,7 +57,7 @@ def prepare(tmp_path: Path, home: Path) -> Iterator[Callable[..., workspaces.Pre
         environment = {"PATH": os.environ["PATH"], **options.pop("environment", {})}
         return workspaces.prepare(
             str(directory),
-            rules=rules or policy.Policy(),
+            rules=rules or policy.Merged(),
             home=str(home),
             state=str(state),
             environment=environment,

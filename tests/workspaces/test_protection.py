@@ -134,7 +134,7 @@ def test_denied_paths_are_named_by_what_they_lead_to(prepare, project: Path) -> 
     (project / "link").symlink_to("secret")
     (project / "out").symlink_to("/etc")
     prepared = prepare(
-        project, rules=policy.Policy(files=policy.Files(deny=("link", "out", "not-there", "../home")))
+        project, rules=policy.Merged(files=policy.Files(deny=("link", "out", "not-there", "../home")))
     )
     assert prepared.deny == (str(project / "secret"),)
 

@@ -121,11 +121,10 @@ def refuse_network(given: dict[str, Any]) -> None:
 
 
 def _policy(path: str) -> Any:
-    import msgspec
 
     from cloche import settings
 
-    return msgspec.to_builtins(settings.load_policy(path))
+    return settings.load_policy(path).fields
 
 
 def execute(verb: str, chosen: argparse.Namespace) -> int:

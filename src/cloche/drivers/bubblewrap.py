@@ -96,7 +96,7 @@ class BubblewrapDriver(spawned.SpawnedDriver):
     def held_features(self) -> set[str]:
         return {"seccomp", "user_namespace"} | ({"landlock"} if self.abi else set())
 
-    def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> BubblewrapMachine:
+    def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged) -> BubblewrapMachine:
         isolation = model.Isolation(
             level=self.level, driver=self.name, user_namespace=True, seccomp=True, landlock_abi=self.abi,
             uid_range=False, root="read-only", network="off", missing=tuple(self._missing),
@@ -139,7 +139,7 @@ class BubblewrapDriver(spawned.SpawnedDriver):
         return [sys.executable, *spawned.program(_STEP_DOWN, spawned.PACKAGE_ROOT), uid, *places, "--"]
 
     def _message(
-        self, spec: model.SandboxSpec, rules: policy.Policy, held: holding.Held
+        self, spec: model.SandboxSpec, rules: policy.Merged, held: holding.Held
     ) -> dict[str, object]:
         program = seccomp.build(rules.syscalls.profile, notify=True)
         return {

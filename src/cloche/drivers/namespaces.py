@@ -234,7 +234,7 @@ class NamespacesDriver(interfaces.Driver):
         self,
         sandbox_id: str,
         spec: model.SandboxSpec,
-        rules: policy.Policy,
+        rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
     ) -> NamespacesMachine:
         if not self.alive:
@@ -297,7 +297,7 @@ class NamespacesDriver(interfaces.Driver):
             for _ in range(self._wanted - len(self._embryos)):
                 self._embryos.append(self._conceive())
 
-    def _require(self, rules: policy.Policy) -> None:
+    def _require(self, rules: policy.Merged) -> None:
         held = {"seccomp", "user_namespace"}
         held |= {"landlock"} if self.facts.landlock_abi else set()
         held |= {f"cgroup_{name}" for name in self.facts.groups.enforceable}
@@ -311,7 +311,7 @@ class NamespacesDriver(interfaces.Driver):
                     hint="run `cloche doctor`, or drop it from isolation.required of the policy",
                 )
 
-    def _isolation(self, rules: policy.Policy) -> model.Isolation:
+    def _isolation(self, rules: policy.Merged) -> model.Isolation:
         return model.Isolation(
             level="namespaces", driver=self.name, user_namespace=True, seccomp=True,
             landlock_abi=self.facts.landlock_abi, uid_range=not self.facts.rootless, root=rules.files.root, network="off",
@@ -321,7 +321,7 @@ class NamespacesDriver(interfaces.Driver):
     def _message(
         self,
         spec: model.SandboxSpec,
-        rules: policy.Policy,
+        rules: policy.Merged,
         exposure: interfaces.Exposure | None,
         held: holding.Held,
     ) -> dict[str, Any]:
@@ -467,7 +467,7 @@ class NamespacesMachine(holding.HeldMachine):
         self._remove_group()
 
 
-def _landlock_rules(rules: policy.Policy, exposure: interfaces.Exposure | None) -> list[tuple[str, int]]:
+def _landlock_rules(rules: policy.Merged, exposure: interfaces.Exposure | None) -> list[tuple[str, int]]:
     if rules.files.root == "overlay":
         return [("/", landlock.ALL)]
     shown = [b.target for b in exposure.binds if b.writable] if exposure is not None else []

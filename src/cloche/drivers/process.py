@@ -68,7 +68,7 @@ class ProcessDriver(spawned.SpawnedDriver):
     def held_features(self) -> set[str]:
         return {"seccomp", "landlock"}
 
-    def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> ProcessMachine:
+    def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged) -> ProcessMachine:
         room, lock = self._make_room(sandbox_id)
         try:
             here, there = wire.pair()
@@ -120,7 +120,7 @@ class ProcessDriver(spawned.SpawnedDriver):
         )  # fmt: skip
 
     def _message(
-        self, made: ProcessMachine, spec: model.SandboxSpec, rules: policy.Policy, held: holding.Held
+        self, made: ProcessMachine, spec: model.SandboxSpec, rules: policy.Merged, held: holding.Held
     ) -> dict[str, Any]:
         extra = (*narrow.PROCESS, *(narrow.PINNED if held.affinity else ()))
         program = narrow.before(seccomp.build(rules.syscalls.profile, notify=True), extra)

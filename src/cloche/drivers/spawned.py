@@ -127,14 +127,14 @@ class SpawnedDriver(interfaces.Driver):
         """What `isolation.required` may ask for and gets."""
 
     @abstractmethod
-    def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy) -> SpawnedMachine:
+    def make(self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged) -> SpawnedMachine:
         """Start the process of a new machine and tell it everything; on failure leave nothing."""
 
     async def create(
         self,
         sandbox_id: str,
         spec: model.SandboxSpec,
-        rules: policy.Policy,
+        rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
     ) -> SpawnedMachine:
         self._refuse(rules, exposure)
@@ -152,7 +152,7 @@ class SpawnedDriver(interfaces.Driver):
             raise
         return made
 
-    def _refuse(self, rules: policy.Policy, exposure: interfaces.Exposure | None) -> None:
+    def _refuse(self, rules: policy.Merged, exposure: interfaces.Exposure | None) -> None:
         if self._closed:
             raise errors.error("sandbox_create_failed", f"the driver {self.name!r} has been closed")
         if exposure is not None:

@@ -1,7 +1,5 @@
-"""What leaves a sandbox: the rules, and the one process that lets traffic through.
+"""What leaves a sandbox: the one process that lets traffic through, by the rules of policy/rules.py.
 
-    names     what a host is called, once and for all: canonical spelling, kinds of addresses          (pure)
-    rules     `Rule`, `RuleSet`, `decide`, `check_address`: the whole policy question                  (pure)
     http, socks, tls, dns   parsers without sockets: bytes in, a small fact or a refusal out           (pure)
     capture   inside a sandbox's network namespace: the listeners, the route, the nftables rules
     relay, upstream, proxy  the process outside: accept, decide, resolve, check, dial, move bytes

@@ -21,7 +21,8 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from cloche.egress import dns, http, names, records, relay, rules, socks, tls, upstream
+from cloche.egress import dns, http, records, relay, socks, tls, upstream
+from cloche.policy import names, rules
 
 if TYPE_CHECKING:
     from cloche.egress.proxy import Proxy, Sandbox

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cloche.egress import names
+from cloche.policy import names
 
 MAX_QUERY = 4096
 TTL_S = 30

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from cloche.egress import names
+from cloche.policy import names
 
 MAX_HEAD = 64 * 1024
 MAX_FIELDS = 128

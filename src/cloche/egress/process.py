@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cloche import errors
-from cloche.egress import records, rules
+from cloche.egress import records
 from cloche.guest import wire
+from cloche.policy import rules
 
 _PROGRAM = "import sys; sys.path[:0] = {path!r}; from cloche.egress.proxy import main; main(3)"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0

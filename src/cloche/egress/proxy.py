@@ -26,8 +26,9 @@ from collections import deque
 
 import msgspec
 
-from cloche.egress import conversation, dns, records, relay, rules, upstream
+from cloche.egress import conversation, dns, records, relay, upstream
 from cloche.guest import wire
+from cloche.policy import rules
 
 _ACCEPTS = 64
 _NOBODY = 65534

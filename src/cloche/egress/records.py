@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from cloche import model
-from cloche.egress import rules
+from cloche.policy import rules
 
 Stage = Literal["decided", "closed"]
 

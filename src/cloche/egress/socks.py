@@ -16,7 +16,7 @@ from __future__ import annotations
 import ipaddress
 from typing import NamedTuple
 
-from cloche.egress import names
+from cloche.policy import names
 
 NO_AUTHENTICATION = b"\x05\x00"
 NO_METHOD = b"\x05\xff"

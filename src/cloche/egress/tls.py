@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cloche.egress import names
+from cloche.policy import names
 
 MAX_HELLO = 64 * 1024
 _CLIENT_HELLO, _SERVER_NAME = b"\x01", 0

@@ -24,7 +24,8 @@ from concurrent.futures.thread import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from cloche.egress import http, names, relay, rules
+from cloche.egress import http, relay
+from cloche.policy import names, rules
 
 Failure = Literal["refused", "timeout", "reset", "dns", "unreachable", "parent"]
 Resolver = Callable[[str, int], Awaitable[list[str]]]

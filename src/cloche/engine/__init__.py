@@ -161,7 +161,7 @@ class Engine(interfaces.Backend):
                 "template_not_found", f"there is no template {spec.template!r}", hint="use 'base'"
             )
 
-    def _rules(self, spec: model.SandboxSpec) -> policy.Policy:
+    def _rules(self, spec: model.SandboxSpec) -> policy.Merged:
         rules = policy.profile(spec.profile)
         if spec.policy:
             rules = policy.parse(spec.policy, base=rules)
@@ -193,7 +193,7 @@ class Engine(interfaces.Backend):
             )
 
     async def _make_machine(
-        self, spec: model.SandboxSpec, rules: policy.Policy, lent: interfaces.Workspace | None = None
+        self, spec: model.SandboxSpec, rules: policy.Merged, lent: interfaces.Workspace | None = None
     ) -> interfaces.Machine:
         minimum = max(spec.minimum_isolation, rules.isolation.minimum, key=model.LEVELS.index)
         driver = await self._placement.choose(minimum, spec.driver)

@@ -88,7 +88,7 @@ class Warm:
     """Sandboxes of the last-used shape, made before they are asked for. Each serves one caller, once."""
 
     def __init__(
-        self, make: Callable[[model.SandboxSpec, policy.Policy], Awaitable[interfaces.Machine]], count: int
+        self, make: Callable[[model.SandboxSpec, policy.Merged], Awaitable[interfaces.Machine]], count: int
     ) -> None:
         self._make = make
         self._count = count
@@ -108,7 +108,7 @@ class Warm:
             return machine
         return None
 
-    def replenish(self, spec: model.SandboxSpec, rules: policy.Policy) -> None:
+    def replenish(self, spec: model.SandboxSpec, rules: policy.Merged) -> None:
         if self._count <= 0 or spec.workspace is not None:
             return
         stale = self._ready if _shape(spec) != self._shape else []
@@ -119,7 +119,7 @@ class Warm:
             self._task = asyncio.get_running_loop().create_task(self._fill(bare, rules, stale), name="warm")
 
     async def _fill(
-        self, spec: model.SandboxSpec, rules: policy.Policy, stale: list[interfaces.Machine]
+        self, spec: model.SandboxSpec, rules: policy.Merged, stale: list[interfaces.Machine]
     ) -> None:
         for machine in stale:
             await machine.kill("another shape is wanted")

@@ -15,7 +15,7 @@ _MOST_FINISHED = 200  # executions remembered after their end
 
 class Sandbox:
     def __init__(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Policy, machine: interfaces.Machine,
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged, machine: interfaces.Machine,
         limits: settings.Limits, directory: str, clock: interfaces.Clock,
         interpreters: Mapping[str, interfaces.Interpreter], workspace: interfaces.Workspace | None = None,
     ) -> None:  # fmt: skip

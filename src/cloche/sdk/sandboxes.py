@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
-import msgspec
-
 from cloche import errors, interfaces, model, rpc, settings
 from cloche.policy import Policy
 from cloche.sdk import connecting, portal
@@ -331,7 +329,7 @@ class AsyncSandbox(Handle):
         server: str | None = None,
     ) -> None:
         resources = {"memory_mib": memory_mib, "cpus": cpus, "pids": pids, "disk_mib": disk_mib}
-        said = {
+        said: dict[str, Any] = {
             "name": name,
             "template": template,
             "profile": profile,
@@ -345,7 +343,7 @@ class AsyncSandbox(Handle):
             "minimum_isolation": minimum_isolation,
             "driver": driver,
             "labels": labels,
-            "policy": None if policy is None else msgspec.to_builtins(policy),
+            "policy": None if policy is None else policy.fields,
             "stay": stay,
         }
         times = {"timeout_s": timeout_s, "idle_timeout_s": idle_timeout_s}

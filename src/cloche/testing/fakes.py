@@ -71,7 +71,7 @@ class FakeDriver(interfaces.Driver):
         self,
         sandbox_id: str,
         spec: model.SandboxSpec,
-        rules: policy.Policy,
+        rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
     ) -> FakeMachine:
         if self.fails is not None:
@@ -102,7 +102,7 @@ class FakeMachine(interfaces.Machine):
     """One sandbox in memory. What was done to it is in its attributes."""
 
     def __init__(
-        self, sandbox_id: str, driver: FakeDriver, spec: model.SandboxSpec, rules: policy.Policy,
+        self, sandbox_id: str, driver: FakeDriver, spec: model.SandboxSpec, rules: policy.Merged,
         exposure: interfaces.Exposure | None,
     ) -> None:  # fmt: skip
         self.id = sandbox_id

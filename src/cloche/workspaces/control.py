@@ -28,7 +28,7 @@ _MAX_FILE = 16 << 20
 _MAX_FILES = 2000
 
 
-def snapshot(root: str, rules: policy.Policy) -> dict[str, str]:
+def snapshot(root: str, rules: policy.Merged) -> dict[str, str]:
     """A digest for each control file that is there, by its path relative to the root."""
     found: dict[str, str] = {}
     for name in dict.fromkeys((*rules.files.protected, *policy.REPORTED, *FOLLOWED)):

@@ -23,7 +23,7 @@ class LocalWorkspaces(interfaces.Workspaces):
         self._environment = dict(environment)
 
     def open(
-        self, directory: str, *, rules: policy.Policy, sandbox_id: str, overlay: bool, path: str | None = None
+        self, directory: str, *, rules: policy.Merged, sandbox_id: str, overlay: bool, path: str | None = None
     ) -> LentWorkspace:
         state = os.path.join(self._states, sandbox_id)
         os.makedirs(state, mode=0o700)
@@ -56,7 +56,7 @@ class LocalWorkspaces(interfaces.Workspaces):
 
 
 class LentWorkspace(interfaces.Workspace):
-    def __init__(self, prepared: description.Prepared, rules: policy.Policy, lock: int | None) -> None:
+    def __init__(self, prepared: description.Prepared, rules: policy.Merged, lock: int | None) -> None:
         self._prepared = prepared
         self._rules = rules
         self._lock = lock

@@ -29,11 +29,11 @@ _DRAFT = ".cloche-draft"
 _PREFIXES = ("trusted.overlay.", "user.overlay.")
 
 
-def diff(lower: str, upper: str, *, rules: policy.Policy | None = None) -> tuple[Change, ...]:
+def diff(lower: str, upper: str, *, rules: policy.Merged | None = None) -> tuple[Change, ...]:
     """Every difference, parents before children, each with the reason if `apply` would refuse it."""
     with walking.directory(lower) as below, walking.directory(upper) as above:
         changes = sorted(_compare(below, above, ""), key=lambda change: change.path)
-    protected = (rules or policy.Policy()).files.protected
+    protected = (rules or policy.Merged()).files.protected
     return tuple(_judged(change, protected, os.path.realpath(lower), upper) for change in changes)
 
 
@@ -43,7 +43,7 @@ def apply(
     paths: Iterable[str] | None = None,
     *,
     force: bool = False,
-    rules: policy.Policy | None = None,
+    rules: policy.Merged | None = None,
 ) -> description.Applied:
     """Take over the changes at and beneath `paths` (None: all). If one is refused nothing is done, unless `force`: then
     the refused ones are left out. Nothing makes a refused one pass."""

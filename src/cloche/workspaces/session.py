@@ -37,7 +37,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """What the end of a session must know."""
 
     root: str
-    rules: policy.Policy
+    rules: policy.Merged
     secluded: tuple[repositories.Repository, ...] = ()
     known: repositories.Found
     before: dict[str, str]
@@ -46,7 +46,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 def prepare(
     directory: str,
     *,
-    rules: policy.Policy,
+    rules: policy.Merged,
     home: str,
     state: str,
     environment: Mapping[str, str],
@@ -65,7 +65,7 @@ def prepare(
 
 
 def _prepare(
-    root: str, rules: policy.Policy, home: str, state: str, environment: Mapping[str, str]
+    root: str, rules: policy.Merged, home: str, state: str, environment: Mapping[str, str]
 ) -> description.Prepared:
     mounts = _Mounts()
     known = repositories.find(root)
@@ -98,7 +98,7 @@ class _Mounts:
 
 
 def _protect(
-    root: str, rules: policy.Policy, state: str, known: repositories.Found, mounts: _Mounts
+    root: str, rules: policy.Merged, state: str, known: repositories.Found, mounts: _Mounts
 ) -> list[repositories.Repository]:
     """Decide which names are covered and make the private copies; the repositories that got one."""
     cover = protection.Cover(root, state)
@@ -201,7 +201,7 @@ def _add_common(root: str, state: str, mounts: _Mounts) -> list[repositories.Rep
     return found
 
 
-def _denied(root: str, rules: policy.Policy) -> list[str]:
+def _denied(root: str, rules: policy.Merged) -> list[str]:
     """The paths to hide. A link is followed here, on the host: inside, only what it leads to can be covered."""
     real = (os.path.realpath(f"{root}/{entry.strip('/')}") for entry in rules.files.deny)
     return [path for path in dict.fromkeys(real) if places.beneath(path, root) and os.path.lexists(path)]

@@ -148,7 +148,7 @@ class Recording(interfaces.Driver):
         self,
         sandbox_id: str,
         spec: model.SandboxSpec,
-        rules: policy.Policy,
+        rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
     ) -> interfaces.Machine:
         made = await self.inner.create(sandbox_id, spec, rules, exposure)

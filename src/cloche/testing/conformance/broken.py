@@ -94,7 +94,7 @@ class PlainDriver(interfaces.Driver):
         self,
         sandbox_id: str,
         spec: model.SandboxSpec,
-        rules: policy.Policy,
+        rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
     ) -> PlainMachine:
         if exposure is not None:

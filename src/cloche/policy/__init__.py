@@ -12,6 +12,7 @@ Pure: nothing here looks at the host (`Policy.load` hands over to `settings`, wh
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -58,7 +59,7 @@ class Files(model.Noun, frozen=True, kw_only=True):
 
 
 class Network(model.Noun, frozen=True, kw_only=True):
-    """`[network]`: whom the sandbox may speak to. Rules are lines of egress/rules.py; deny wins, an empty list denies all."""
+    """`[network]`: whom the sandbox may speak to. Rules are lines of rules.py; deny wins, an empty list denies all."""
 
     mode: Mode = "off"
     allow: tuple[str, ...] = ()
@@ -85,13 +86,25 @@ class Least(model.Noun, frozen=True, kw_only=True):
     """Whether `user="root"` is allowed; that root is nobody outside."""
 
 
-class Policy(model.Noun, frozen=True, kw_only=True):
+class Merged(model.Noun, frozen=True, kw_only=True):
     """One merged policy, in the groups of its file."""
 
     files: Files = Files()
     network: Network = Network()
     syscalls: Calls = Calls()
     isolation: Least = Least()
+
+
+class Policy:
+    """A policy as somebody writes it: the fields it names and no others, so that it can be laid over a profile.
+
+    `Policy(files={"deny": ["secrets/"]}, network={"mode": "off"})`, or from a TOML file by `Policy.load`.
+    """
+
+    __slots__ = ("fields",)
+
+    def __init__(self, **groups: Mapping[str, Any]) -> None:
+        self.fields: dict[str, dict[str, Any]] = check(groups)
 
     @classmethod
     def load(cls, path: str) -> Policy:
@@ -103,17 +116,26 @@ class Policy(model.Noun, frozen=True, kw_only=True):
         assert isinstance(loaded, Policy)
         return loaded
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy) and self.fields == other.fields
 
-_PROFILE: dict[str, Policy] = {
-    "restrictive": Policy(
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return f"Policy({', '.join(f'{group}={fields!r}' for group, fields in self.fields.items())})"
+
+
+_PROFILE: dict[str, Merged] = {
+    "restrictive": Merged(
         files=Files(root="read-only"), syscalls=Calls(profile="restrictive"), isolation=Least(root_user=False)
     ),
-    "moderate": Policy(),
-    "permissive": Policy(network=Network(mode="open"), syscalls=Calls(profile="permissive")),
+    "moderate": Merged(),
+    "permissive": Merged(network=Network(mode="open"), syscalls=Calls(profile="permissive")),
 }
 
 
-def profile(name: str) -> Policy:
+def profile(name: str) -> Merged:
     try:
         return _PROFILE[name]
     except KeyError:
@@ -122,24 +144,32 @@ def profile(name: str) -> Policy:
         ) from None
 
 
-def parse(data: dict[str, Any], *, base: Policy | None = None) -> Policy:
-    """`base` with the given fields replaced, group by group; an unknown or ill-typed one is an error that names it."""
-    merged = msgspec.to_builtins(base or Policy())
+def check(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields that `data` names, as plain data; an unknown or ill-typed one is an error that names it."""
+    whole = msgspec.to_builtins(Merged())
     for group, fields in data.items():
-        _refuse_unknown(group, merged, "a policy has no group")
+        _refuse_unknown(group, whole, "a policy has no group")
         if not isinstance(fields, dict):
             raise errors.error(
                 "policy_invalid", f"the group {group!r} of a policy is a table, not {fields!r}", field=group
             )
         for field in fields:
-            _refuse_unknown(field, merged[group], f"the group {group!r} of a policy has no field")
-        merged[group] |= fields
+            _refuse_unknown(field, whole[group], f"the group {group!r} of a policy has no field")
     try:
-        return msgspec.convert(merged, Policy)
+        read = msgspec.to_builtins(msgspec.convert(data, Merged))
     except msgspec.ValidationError as problem:
         raise errors.error(
             "policy_invalid", f"the policy is not valid: {problem}", hint="see docs/reference/policy.md"
         ) from None
+    return {group: {field: read[group][field] for field in fields} for group, fields in data.items()}
+
+
+def parse(data: Mapping[str, Any], *, base: Merged | None = None) -> Merged:
+    """`base` with the given fields replaced, group by group."""
+    merged = msgspec.to_builtins(base or Merged())
+    for group, fields in check(data).items():
+        merged[group] |= fields
+    return msgspec.convert(merged, Merged)
 
 
 def _refuse_unknown(name: str, known: dict[str, Any], sentence: str) -> None:
@@ -149,9 +179,9 @@ def _refuse_unknown(name: str, known: dict[str, Any], sentence: str) -> None:
         )
 
 
-def tighten(policy: Policy, ceiling: Policy) -> Policy:
+def tighten(policy: Merged, ceiling: Merged) -> Merged:
     """What both allow. Never looser than either, whatever the ceiling says."""
-    return Policy(
+    return Merged(
         files=Files(
             root="read-only" if "read-only" in (policy.files.root, ceiling.files.root) else "overlay",
             protected=_union(policy.files.protected, ceiling.files.protected),
@@ -187,7 +217,7 @@ class Explanation(model.Noun, frozen=True, kw_only=True):
     source: str
 
 
-def explain_path(policy: Policy, path: str, *, write: bool) -> Explanation:
+def explain_path(policy: Merged, path: str, *, write: bool) -> Explanation:
     """Whether a path relative to the workspace may be read or written, by the very lists enforcement uses."""
     path = posixpath.normpath(path)
     for source, entries in (("files.deny", policy.files.deny), ("files.protected", policy.files.protected)):

@@ -35,7 +35,7 @@ from urllib.parse import unquote
 import msgspec
 
 from cloche import errors
-from cloche.egress import names
+from cloche.policy import names
 
 Verdict = Literal["allow", "deny"]
 Mode = Literal["off", "rules", "open"]
