@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import http.server
 import os
 import shutil
@@ -10,7 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,19 @@ from cloche.guest import wire
 from cloche.policy import rules
 
 INSIDE = Path(__file__).with_name("inside.py")
+
+
+def awaited(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that is a coroutine, run to its end in a loop of its own."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def whole() -> None:
+            await test(**fixtures)
+
+        asyncio.run(whole())
+
+    return run
 
 
 class Done(NamedTuple):

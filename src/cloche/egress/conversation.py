@@ -9,7 +9,10 @@ a TLS hello must name the host, an HTTP request too (and is then handled as one 
 passes, but not on ports 443 and 80 unless the rule says `raw`. Whoever is refused is told in the language he speaks: 403 and
 a line of text, a SOCKS code, a TLS alert; where there is none, a reset.
 
-Every connection is decided twice: when its destination is known (nothing is dialled that could not be allowed) and when its
+A TLS connection to a host with a bound credential, or with rules that judge by method or path, is ended here (`_inspect`) and
+each request in it is decided on: inspection.py.
+
+Every other connection is decided twice: when its destination is known (nothing is dialled that could not be allowed) and when its
 content is. After that no task is left, only a `Relay`.
 """
 
@@ -17,11 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from cloche.egress import dns, http, records, relay, socks, tls, upstream
+from cloche.egress import channel, credentials, dns, http, inspection, records, relay, socks, tls, upstream
 from cloche.policy import names, rules
 
 if TYPE_CHECKING:
@@ -39,7 +43,9 @@ _ERRORS = {
     "denied": "blocked-by-denylist",
     "method_not_allowed": "blocked-by-method-policy",
     "uninspectable": "blocked-by-method-policy",
+    "answer_uninspectable": "uninspectable-answer",
 }
+_STATUSES = {"upload_limit": 413, "answer_uninspectable": 502}
 _SOCKS_FAILURES = {
     "refused": socks.REFUSED,
     "timeout": socks.HOST,
@@ -69,12 +75,15 @@ class Conversation:
         self._client = client
         self._server: socket.socket | None = None
         self._relay: relay.Relay | None = None
+        self._session: inspection.Session | None = None
+        self._voice: channel.Channel = channel.Plain(proxy.loop, client)
         self._buffer = bytearray()
         self._leftover = b""
         self._speech: _Speech = ""
         self._request = rules.Request("", 0)
         self._decision: rules.Decision | None = None
         self._address = ""
+        self._dialled_for_session = False
         self._started = self._loop.time()
         self._task: asyncio.Task[None] | None = None
         self._outcome = "allowed"
@@ -93,6 +102,10 @@ class Conversation:
             await self._refuse(refused.decision)
         except upstream.DialFailed as problem:
             await self._fail(problem)
+        except inspection.Uninspectable as problem:
+            await self._refuse(rules.Decision("deny", None, "built-in", "answer_uninspectable", str(problem)))
+        except relay.TooMuch as problem:
+            self._relay_ended(problem)
         except http.BadRequest as problem:
             await self._refuse_request(problem)
         except socks.BadSocks as problem:
@@ -101,7 +114,7 @@ class Conversation:
             late = http.refusal(408, "header-timeout", "the request came too slowly")
             await self._farewell(late if self._speech == "http" else b"")
         except (_Gone, OSError):
-            self.end()
+            self.end(reset=self._session is not None and self._session.answering)
         except BaseException:
             self.end(reset=True)  # a defect of ours, or the loop is closing: never left open
             raise
@@ -126,14 +139,16 @@ class Conversation:
         if front == "connect" and not target.tunnel:
             await self._exchange(head, target._replace(host=self._request.host))
             return
-        self._decide("tls" if self._request.port == 443 and not self._may_be_raw() else front)
-        await self._dial()
+        sees = self._sees() and self._request.port == 443
+        self._decide("tls" if self._request.port == 443 and not self._may_be_raw() and not sees else front)
+        if not sees:  # otherwise nothing is dialled before a request was read
+            await self._dial()
         if front == "connect":
             await self._loop.sock_sendall(self._client, b"HTTP/1.1 200 Connection established\r\n\r\n")
         else:
             await self._loop.sock_sendall(self._client, socks.reply(socks.OK))
         self._speech = ""
-        await self._tunnel()
+        await (self._understand() if sees else self._tunnel())
 
     async def _read_socks(self) -> tuple[str, int]:
         self._speech = "socks"
@@ -152,7 +167,7 @@ class Conversation:
         self._aim(*destination)
         self._decide("transparent")
         # On these the client speaks first, so it can be understood before anything is dialled.
-        if self._request.port in (80, 443) and not self._may_be_raw():
+        if self._request.port in (80, 443) and (self._sees() or not self._may_be_raw()):
             await self._understand()
         else:
             await self._dial()
@@ -178,7 +193,7 @@ class Conversation:
         connection = self._open_relay()
         connection.down.start(self._leftover)
         self._leftover = b""
-        if self._may_be_raw():
+        if self._may_be_raw() and not self._sees():
             self._begin(connection)
         else:
             await self._understand()
@@ -192,7 +207,12 @@ class Conversation:
         if kind == "tls":
             self._speech = "tls"
             async with asyncio.timeout(self._limits.header_s):
-                await self._check_hello()
+                hello = await self._check_hello()
+            if self._sees() and not (names.is_address(self._request.host) and hello.name):
+                await self._inspect(hello)
+                return
+        elif self._may_be_raw():
+            pass
         elif self._request.port == 443:
             raise self._refusal(
                 "not_tls", "what was sent to port 443 is not TLS; a rule with `raw` lets it through"
@@ -227,7 +247,7 @@ class Conversation:
                 if (is_tls, is_http) == (False, False) or not await self._more(or_end=True):
                     return "tcp"
 
-    async def _check_hello(self) -> None:
+    async def _check_hello(self) -> tls.Hello:
         host = self._request.host
         try:
             hello = await self._parse(tls.parse_hello)
@@ -242,6 +262,38 @@ class Conversation:
             raise self._refusal(
                 "sni_mismatch", f"the TLS hello names {hello.name}, the connection goes to {host}"
             )
+        return hello
+
+    async def _inspect(self, hello: tls.Hello) -> None:
+        """Be the server for this client, read its requests, and ask the real one."""
+        host = self._request.host
+        self._stop_relay()
+        if hello.protocols is not None and b"http/1.1" not in hello.protocols:
+            raise self._refusal(
+                "http1_only", f"requests to {host} are read on their way, and only HTTP/1.1 can be"
+            )
+        context = await self._proxy.leaf(host)
+        secured = channel.Tls(self._loop, self._client, context, server_side=True, first=bytes(self._buffer))
+        self._buffer.clear()
+        try:
+            async with asyncio.timeout(self._limits.header_s):
+                await secured.handshake()
+        except ssl.SSLError as problem:
+            self._speech = ""  # it has been told, by TLS
+            raise self._refusal(
+                "certificate_refused",
+                f"the client did not accept the sandbox's certificate for {host} ({problem.reason}); it must trust the file "
+                "that SSL_CERT_FILE names",
+            ) from None
+        self._voice, self._speech = secured, "http"
+        self._session = inspection.Session(self, secured, secure=True)
+        await self._session.serve()
+        await self._drain()
+
+    def _stop_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.up.pause()
+            self._relay.down.pause()
 
     async def _one_request(self) -> None:
         """A plain HTTP request for a known destination."""
@@ -260,9 +312,11 @@ class Conversation:
 
     async def _exchange(self, head: http.Head, target: http.Target) -> None:
         self._decide("http", head.method, target.path)
+        if self.usable.all and await self._with_credentials(head, target):
+            return
         body = http.body_of(head)
         forwarded = http.forward(head, target)
-        self._check_upload(len(forwarded) + (body.length or 0))
+        self.check_upload(len(forwarded) + (body.length or 0))
         if self._server is None:
             await self._dial()
         assert self._server is not None
@@ -274,6 +328,28 @@ class Conversation:
             self._buffer.clear()
             connection.up.start(first, framing=body)
         await self._answer(head, connection)
+
+    async def _with_credentials(self, head: http.Head, target: http.Target) -> bool:
+        """Whether a plain request was served with what is bound to its host. In the clear a value goes only where its
+        binding says so; a placeholder that goes on as it is was not meant for this host."""
+        seen = self.usable.seen_in(target.path, head.fields)
+        bound = self.usable.bound_to(target.host, target.port)
+        for one in seen:
+            if one in bound and not one.plain:
+                raise self._refusal(
+                    "credential_needs_tls",
+                    f"the secret {one.name!r} is sent through TLS only; use https, or bind it with plain",
+                )
+        if not any(one.plain for one in bound):
+            self.note((), seen)
+            return False
+        self._stop_relay()
+        self._session = inspection.Session(self, self._voice, secure=False)
+        first = bytes(self._buffer)
+        self._buffer.clear()
+        await self._session.serve_one(head, target, first)
+        await self._drain()
+        return True
 
     async def _answer(self, head: http.Head, connection: relay.Relay) -> None:
         """Pass on interim responses and the final one's head; the rest goes by itself."""
@@ -304,10 +380,69 @@ class Conversation:
                 connection.down.start(http.answer_once(bytes(data[: parsed.size])) + data[parsed.size :])
                 return
 
-    def _check_upload(self, size: int) -> None:
+    def check_upload(self, size: int) -> None:
         rule = self._decision.rule if self._decision else None
         if rule is not None and rule.upload_bytes is not None and size > rule.upload_bytes:
             raise self._refusal("upload_limit", f"the rule {str(rule)!r} lets {rule.upload_bytes} bytes out")
+
+    # ── what a session asks for ─────────────────────────────────────────────────────────────────
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    @property
+    def limits(self) -> records.Limits:
+        return self._limits
+
+    @property
+    def destination(self) -> tuple[str, int]:
+        return self._request.host, self._request.port
+
+    @property
+    def usable(self) -> credentials.Credentials:
+        return self._sandbox.credentials
+
+    @property
+    def server_trust(self) -> ssl.SSLContext:
+        return self._proxy.server_trust
+
+    def decide(self, protocol: rules.Protocol, method: str, path: str) -> None:
+        """Whether one more request of this connection may be made."""
+        self._decide(protocol, method, path)
+        if self._server is not None:
+            assert self._decision is not None
+            self._record(self._decision, "decided")
+
+    async def dial(self) -> tuple[socket.socket, bytes]:
+        """The server, and what it has said already: the connection that is there and unused, or a new one."""
+        if self._server is None or self._dialled_for_session:
+            if self._server is not None:
+                relay.close(self._loop, self._server)
+                self._server = None
+            await self._dial()
+        self._dialled_for_session = True
+        assert self._server is not None
+        leftover, self._leftover = self._leftover, b""
+        return self._server, leftover
+
+    def count_upload(self, total: int) -> None:
+        rule = self._decision.rule if self._decision else None
+        if rule is not None and rule.upload_bytes is not None and total > rule.upload_bytes:
+            raise relay.TooMuch
+
+    def note(
+        self, used: tuple[credentials.Credential, ...], withheld: tuple[credentials.Credential, ...]
+    ) -> None:
+        """Tell the engine which secrets went out, and which were asked for where they do not belong."""
+        for one in used:
+            self._note(one, rules.Decision("allow", None, "secret", "credential_used"))
+        for one in withheld:
+            hint = f"the secret {one.name!r} is bound to {', '.join(one.hosts)}, {one.place}; the placeholder went on as it is"
+            self._note(one, rules.Decision("deny", None, "secret", "credential_withheld", hint))
+
+    def _note(self, one: credentials.Credential, decision: rules.Decision) -> None:
+        self._record(decision, "credential", secret=one.name, place=one.place)
 
     # ── deciding ────────────────────────────────────────────────────────────────────────────────
 
@@ -325,6 +460,13 @@ class Conversation:
         if not decision.allowed:
             raise _Refused(decision)
         self._decision = decision
+
+    def _sees(self) -> bool:
+        """Whether TLS to this destination is ended here."""
+        if not self._sandbox.inspects:
+            return False
+        host, port = self.destination
+        return bool(self.usable.bound_to(host, port)) or rules.asks_to_see(self._rules, host, port)
 
     def _may_be_raw(self) -> bool:
         """Whether the rule for this destination lets bytes through unseen."""
@@ -367,13 +509,15 @@ class Conversation:
     def _refusal_text(self, decision: rules.Decision) -> bytes:
         match self._speech:
             case "http":
-                status = 413 if decision.reason == "upload_limit" else 403
+                status = _STATUSES.get(decision.reason, 403)
                 error = _ERRORS.get(decision.reason, "blocked-by-policy")
                 where = f"{self._request.host}:{self._request.port}"
                 text = f"network denied: {where} ({decision.reason}); {decision.hint}"
                 return http.refusal(status, error, text, head_only=self._request.method == "HEAD")
             case "socks":
                 return socks.reply(socks.RULESET)
+            case "tls" if decision.reason == "http1_only":
+                return tls.NO_PROTOCOL
             case "tls":
                 return tls.UNRECOGNIZED_NAME if decision.reason.startswith("sni_") else tls.ACCESS_DENIED
             case _:
@@ -418,16 +562,23 @@ class Conversation:
 
     async def _farewell(self, text: bytes) -> None:
         """Say it and close so that it is read: closing on unread bytes would reset the connection and lose the answer."""
-        if self._relay is not None:
-            self._relay.up.pause()
-            self._relay.down.pause()
-        if not text:
+        self._stop_relay()
+        if not text or (self._session is not None and self._session.answering):
             self.end(reset=True)
             return
         try:
             async with asyncio.timeout(_FAREWELL_S):
-                await self._loop.sock_sendall(self._client, text)
-                self._client.shutdown(socket.SHUT_WR)
+                await self._voice.write(text)
+                await self._voice.finish()
+        except (OSError, TimeoutError):
+            self.end()
+            return
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """We have said everything: let the client take its leave."""
+        try:
+            async with asyncio.timeout(_FAREWELL_S):
                 left = _FAREWELL_BYTES
                 while left > 0 and (piece := await self._loop.sock_recv(self._client, 65536)):
                     left -= len(piece)
@@ -495,10 +646,11 @@ class Conversation:
             self._outcome = "upload_limit"
         elif problem is not None and self._outcome == "allowed":
             self._outcome = "reset"
-        self.end()
+        self.end(reset=self._session is not None)
 
     def end_if_idle(self, before: float) -> None:
-        if (self._relay.last if self._relay is not None else self._started) < before:
+        busy = self._session or self._relay
+        if (busy.last if busy is not None else self._started) < before:
             self._outcome = "idle"
             self.end(reset=True)
 
@@ -518,8 +670,11 @@ class Conversation:
         if self._decision is not None and self._server is not None:
             self._record(self._decision._replace(reason=self._outcome), "closed")
 
-    def _record(self, decision: rules.Decision, stage: records.Stage) -> None:
-        request, connection = self._request, self._relay
+    def _record(
+        self, decision: rules.Decision, stage: records.Stage, *, secret: str = "", place: str = ""
+    ) -> None:
+        request = self._request
+        up, down = self._moved()
         self._proxy.record(
             self._sandbox,
             records.Record(
@@ -535,11 +690,18 @@ class Conversation:
                 hint=decision.hint[:1000],
                 method=request.method or "",
                 address=self._address,
-                bytes_up=connection.up.total if connection else 0,
-                bytes_down=connection.down.total if connection else 0,
+                bytes_up=up,
+                bytes_down=down,
                 duration_ms=round((self._loop.time() - self._started) * 1000, 3),
+                secret=secret,
+                place=place,
             ),
         )
+
+    def _moved(self) -> tuple[int, int]:
+        if self._session is not None:
+            return self._session.bytes_up, self._session.bytes_down
+        return (self._relay.up.total, self._relay.down.total) if self._relay is not None else (0, 0)
 
 
 def original_destination(client: socket.socket) -> tuple[str, int] | None:

@@ -66,6 +66,11 @@ class Head(NamedTuple):
         upgrade = [value.lower() for value in self.values(b"upgrade")]
         return upgrade == [b"websocket"] and b"upgrade" in _listed(self.values(b"connection"))
 
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the client means to send another request after this one."""
+        return self.version == "HTTP/1.1" and b"close" not in _listed(self.values(b"connection"))
+
 
 class Target(NamedTuple):
     """Where a request goes. `path` is in origin form; empty for a tunnel."""
@@ -79,6 +84,23 @@ class Target(NamedTuple):
 class ResponseHead(NamedTuple):
     status: int
     size: int
+
+
+class Answer(NamedTuple):
+    """A response's head, read as strictly as a request's."""
+
+    status: int
+    reason: bytes
+    version: str
+    fields: tuple[tuple[bytes, bytes], ...]
+    size: int
+
+    def values(self, name: bytes) -> list[bytes]:
+        return [value for key, value in self.fields if key.lower() == name]
+
+    @property
+    def keeps_alive(self) -> bool:
+        return self.version == "HTTP/1.1" and b"close" not in _listed(self.values(b"connection"))
 
 
 def looks_like_http(data: bytes | bytearray) -> bool | None:
@@ -173,12 +195,12 @@ def _absolute(head: Head) -> Target:
     return Target(host, port, path, False)
 
 
-def origin_target(head: Head, host: str, port: int) -> Target:
+def origin_target(head: Head, host: str, port: int, *, default_port: int = 80) -> Target:
     """The same for a connection whose destination is known. Its Host must name that destination; towards an address it
-    may be any one name (`named_host`), because an address has none of its own."""
+    may be any one name (`named_host`), because an address has none of its own. Inside TLS the default port is 443."""
     if head.method == "CONNECT":
         raise NestedConnect
-    if head.target.startswith("http://"):
+    if default_port == 80 and head.target.startswith("http://"):
         target = proxy_target(head)
         if (target.host, target.port) != (host, port):
             raise HostMismatch(host, target.host)
@@ -188,7 +210,7 @@ def origin_target(head: Head, host: str, port: int) -> Target:
     if names.is_address(host):
         named_host(head)
     else:
-        _check_host(head, host, port)
+        _check_host(head, host, port, default_port=default_port)
     return Target(host, port, head.target, False)
 
 
@@ -218,7 +240,7 @@ class HostMismatch(BadRequest):
         self.named = named
 
 
-def _check_host(head: Head, host: str, port: int, *, tunnel: bool = False) -> None:
+def _check_host(head: Head, host: str, port: int, *, tunnel: bool = False, default_port: int = 80) -> None:
     found = head.values(b"host")
     if len(found) > 1:
         raise BadRequest("there are two Host fields")
@@ -228,7 +250,7 @@ def _check_host(head: Head, host: str, port: int, *, tunnel: bool = False) -> No
             return
         raise BadRequest("the Host field is missing")
     try:
-        named, named_port = names.split_authority(found[0].decode("utf-8"), port if tunnel else 80)
+        named, named_port = names.split_authority(found[0].decode("utf-8"), port if tunnel else default_port)
     except (names.BadHost, UnicodeDecodeError):
         raise HostMismatch(host, ascii(found[0])[2:66]) from None
     if named != host:
@@ -240,14 +262,25 @@ def _check_host(head: Head, host: str, port: int, *, tunnel: bool = False) -> No
 # ── passing it on ──────────────────────────────────────────────────────────────────────────────────
 
 
+def end_to_end(
+    head: Head | Answer, also_dropped: frozenset[bytes] = frozenset()
+) -> list[tuple[bytes, bytes]]:
+    """The fields that are meant for the other end, not for the next hop."""
+    dropped = (_HOP_BY_HOP | _listed(head.values(b"connection"))) - _NEVER_DROPPED | also_dropped
+    return [(name, value) for name, value in head.fields if name.lower() not in dropped]
+
+
+def host_field(host: str, port: int, default_port: int = 80) -> bytes:
+    shown = f"[{host}]" if ":" in host else host
+    return f"{shown}{'' if port == default_port else f':{port}'}".encode()
+
+
 def forward(head: Head, target: Target) -> bytes:
     """The head as the server gets it: origin form, no field that was for the proxy, and no second request."""
-    dropped = (_HOP_BY_HOP | _listed(head.values(b"connection"))) - _NEVER_DROPPED
     lines = [f"{head.method} {target.path} HTTP/1.1".encode()]
     if not head.values(b"host"):
-        shown = f"[{target.host}]" if ":" in target.host else target.host
-        lines.append(f"Host: {shown}{'' if target.port == 80 else f':{target.port}'}".encode())
-    lines += [name + b": " + value for name, value in head.fields if name.lower() not in dropped]
+        lines.append(b"Host: " + host_field(target.host, target.port))
+    lines += [name + b": " + value for name, value in end_to_end(head)]
     lines += (
         [b"Connection: Upgrade", b"Upgrade: websocket"] if head.wants_websocket else [b"Connection: close"]
     )
@@ -267,6 +300,37 @@ def parse_response(data: bytes | bytearray) -> ResponseHead | None:
     if status is None:
         raise BadRequest("the server did not answer in HTTP", 502)
     return ResponseHead(int(status[1]), end + 4)
+
+
+def parse_answer(data: bytes | bytearray) -> Answer | None:
+    """A response's whole head; None if it has not all arrived. What is not clearly HTTP is refused."""
+    found = parse_response(data)
+    if found is None:
+        return None
+    try:
+        lines = _head_lines(data)
+        assert lines is not None
+        version, _, rest = lines[0].partition(b" ")
+        fields = tuple(_field(line) for line in lines[1:])
+    except BadRequest as problem:
+        raise BadRequest(f"the server's answer is refused: {problem}", 502) from None
+    return Answer(found.status, rest[4:], version.decode(), fields, found.size)
+
+
+def answer_body(answer: Answer, method: str) -> Body | None:
+    """How a response's body is framed; None if it ends with the connection."""
+    if method == "HEAD" or answer.status < 200 or answer.status in (204, 304):
+        return Body(0)
+    lengths, codings = answer.values(b"content-length"), answer.values(b"transfer-encoding")
+    if codings:
+        if lengths or [coding.lower() for coding in codings] != [b"chunked"]:
+            raise BadRequest("the server frames its answer in a way that is not spoken here", 502)
+        return Body(None)
+    if not lengths:
+        return None
+    if len(set(lengths)) > 1 or not (lengths[0].isdigit() and len(lengths[0]) <= 18):
+        raise BadRequest("the server's Content-Length is not one number", 502)
+    return Body(int(lengths[0]))
 
 
 def answer_once(head: bytes) -> bytes:
@@ -320,11 +384,22 @@ class Body:
         return self._state == "done"
 
     def feed(self, data: bytes | bytearray | memoryview) -> int:
+        return self._walk(data, None)
+
+    def take(self, data: bytes | bytearray) -> tuple[int, bytes]:
+        """The same, and the content without its chunks' sizes and trailers."""
+        content: list[memoryview] = []
+        used = self._walk(memoryview(data), content)
+        return used, b"".join(content)
+
+    def _walk(self, data: bytes | bytearray | memoryview, content: list[memoryview] | None) -> int:
         used = 0
         while used < len(data) and self._state != "done":
             if self._state == "data":
                 taken = min(self._left, len(data) - used)
                 self._left -= taken
+                if content is not None:
+                    content.append(memoryview(data)[used : used + taken])
                 used += taken
                 if not self._left:
                     self._state = "data-end" if self._chunked else "done"

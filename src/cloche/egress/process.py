@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cloche import errors
-from cloche.egress import records
+from cloche.egress import authority, records
 from cloche.guest import wire
-from cloche.policy import rules
+from cloche.policy import names, rules
 
 _PROGRAM = "import sys; sys.path[:0] = {path!r}; from cloche.egress.proxy import main; main(3)"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
@@ -44,6 +44,14 @@ class _Attached(NamedTuple):
     roles: tuple[str, ...]
     fds: tuple[int, ...]
     rules: Any
+    inspects: bool = False
+    credentials: int = -1
+    """Our duplicate of the sealed memory file: the values are not in this process."""
+
+    def close(self) -> None:
+        wire.close_all(self.fds)
+        if self.credentials >= 0:
+            os.close(self.credentials)
 
 
 class Spawned(NamedTuple):
@@ -99,6 +107,8 @@ class EgressProcess:
         self._started = 0.0
         self._ready: asyncio.Future[None] | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._authority: asyncio.Task[authority.Authority] | None = None
+        self._signing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -122,15 +132,31 @@ class EgressProcess:
         assert self._ready is not None
         await asyncio.shield(self._ready)
 
+    async def certificate(self) -> str:
+        """The authority's certificate, PEM: what a sandbox must trust before `inspects` can be true for it."""
+        return (await self._authority_made()).certificate
+
     async def attach(
-        self, sandbox: str, sockets: Sequence[tuple[str, socket.socket | int]], policy: rules.RuleSet
+        self,
+        sandbox: str,
+        sockets: Sequence[tuple[str, socket.socket | int]],
+        policy: rules.RuleSet,
+        *,
+        inspects: bool = False,
+        credentials: int | None = None,
     ) -> None:
-        """Serve a sandbox's listeners (role, socket). The sockets are duplicated; the caller closes his own."""
+        """Serve a sandbox's listeners (role, socket). The sockets are duplicated; the caller closes his own.
+
+        `inspects` says that our certificate is trusted inside, so that TLS may be ended where a rule or a credential asks
+        for it. `credentials` is a sealed memory file (credentials.seal); it is duplicated too, and needs `inspects`.
+        """
         if sandbox in self._attached:
             await self.detach(sandbox)
         described = _described(policy)
         fds = tuple(os.dup(one if isinstance(one, int) else one.fileno()) for _, one in sockets)
-        known = _Attached(tuple(role for role, _ in sockets), fds, described)
+        known = _Attached(
+            tuple(role for role, _ in sockets), fds, described, inspects, _duplicate(credentials)
+        )
         self._attached[sandbox] = known
         try:
             await self.start()
@@ -139,24 +165,40 @@ class EgressProcess:
         except BaseException:
             if self._attached.get(sandbox) is known:
                 del self._attached[sandbox]
-                wire.close_all(fds)
+                known.close()
             raise
 
-    async def update(self, sandbox: str, policy: rules.RuleSet) -> None:
-        """New rules for a running sandbox; connections that they refuse have ended when this returns."""
+    async def update(
+        self,
+        sandbox: str,
+        policy: rules.RuleSet,
+        *,
+        inspects: bool | None = None,
+        credentials: int | None = None,
+    ) -> None:
+        """New rules for a running sandbox; connections that they refuse have ended when this returns. What is not given
+        stays as it is."""
         known = self._attached.get(sandbox)
         if known is None:
             raise errors.error("sandbox_not_found", f"sandbox {sandbox!r} has no network to set rules for")
-        self._attached[sandbox] = known._replace(rules=_described(policy))
+        known = known._replace(
+            rules=_described(policy), inspects=known.inspects if inspects is None else inspects
+        )
+        if credentials is not None:
+            if known.credentials >= 0:
+                os.close(known.credentials)
+            known = known._replace(credentials=_duplicate(credentials))
+        self._attached[sandbox] = known
         await self.start()
-        await self._tell({"op": "rules", "sandbox": sandbox, "rules": self._attached[sandbox].rules})
+        known = self._attached.get(sandbox, known)
+        await self._tell({"op": "rules", "sandbox": sandbox, **_permissions(known)}, _sealed(known))
 
     async def detach(self, sandbox: str) -> None:
         """Forget a sandbox: its listeners and connections are closed. One that is not there is no error."""
         known = self._attached.pop(sandbox, None)
         if known is None:
             return
-        wire.close_all(known.fds)
+        known.close()
         self._told.discard(sandbox)
         if self._link is not None:
             try:
@@ -170,8 +212,10 @@ class EgressProcess:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         self._drop("the egress process was closed")
+        if self._authority is not None:
+            await asyncio.gather(self._authority, *self._signing, return_exceptions=True)
         for known in self._attached.values():
-            wire.close_all(known.fds)
+            known.close()
         self._attached.clear()
         if self._ready is not None and not self._ready.done():
             self._ready.cancel()
@@ -258,8 +302,10 @@ class EgressProcess:
 
     async def _tell_attached(self, sandbox: str, known: _Attached) -> None:
         self._told.add(sandbox)
-        order = {"op": "attach", "sandbox": sandbox, "sockets": list(known.roles), "rules": known.rules}
-        await self._tell(order, known.fds)
+        order = {
+            "op": "attach", "sandbox": sandbox, "sockets": list(known.roles), **_permissions(known),
+        }  # fmt: skip
+        await self._tell(order, (*known.fds, *_sealed(known)))
 
     async def _tell(self, order: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send an order and wait until it is obeyed."""
@@ -309,6 +355,11 @@ class EgressProcess:
         if report.decision is not None:
             self._on_record(report.decision)
             return
+        if report.mint:
+            task = asyncio.get_running_loop().create_task(self._mint(report.mint), name="sign")
+            self._signing.add(task)
+            task.add_done_callback(self._signing.discard)
+            return
         answer = self._answers.get(report.done if report.done is not None else report.failed or 0)
         if answer is None or answer.done():
             return
@@ -318,6 +369,41 @@ class EgressProcess:
             answer.set_exception(
                 errors.error("internal_error", f"the egress process refused an order: {report.error}")
             )
+
+    # ── signing ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _authority_made(self) -> authority.Authority:
+        if self._authority is None:
+            # In a thread: to import what makes certificates takes a while.
+            making = asyncio.to_thread(authority.Authority)
+            self._authority = asyncio.get_running_loop().create_task(making, name="authority")
+        return await asyncio.shield(self._authority)
+
+    async def _mint(self, host: str) -> None:
+        """Answer a proxy that needs a certificate. Whatever host it names: sandboxes alone believe it."""
+        leaf = ""
+        try:
+            if host == names.canonical(host):
+                made = await self._authority_made()
+                leaf = await asyncio.to_thread(made.leaf, host)
+        except Exception as problem:
+            self._on_fault(f"no certificate could be made: {type(problem).__name__}: {problem}")
+        try:
+            await self._tell({"op": "leaf", "host": host[:255], "leaf": leaf})
+        except errors.ClocheError:
+            pass  # it died; the next one will ask again
+
+
+def _permissions(known: _Attached) -> dict[str, Any]:
+    return {"rules": known.rules, "inspects": known.inspects, "credentials": known.credentials >= 0}
+
+
+def _sealed(known: _Attached) -> tuple[int, ...]:
+    return (known.credentials,) if known.credentials >= 0 else ()
+
+
+def _duplicate(fd: int | None) -> int:
+    return -1 if fd is None else os.dup(fd)
 
 
 def _described(policy: rules.RuleSet) -> Any:

@@ -21,19 +21,24 @@ import random
 import resource
 import signal
 import socket
+import ssl
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 
 import msgspec
 
-from cloche.egress import conversation, dns, records, relay, upstream
+from cloche.egress import authority, conversation, credentials, dns, records, relay, upstream
 from cloche.guest import wire
+from cloche.linux import processes
 from cloche.policy import rules
 
 _ACCEPTS = 64
 _NOBODY = 65534
 _SWEEP_S = 5.0
 _RETRY_ACCEPT_S = 0.2
+_MINT_S = 10.0
+_MOST_LEAVES = 512
+_MOST_UNSENT_USES = 4096
 
 
 class Sandbox:
@@ -42,6 +47,8 @@ class Sandbox:
     def __init__(self, sandbox_id: str, policy: rules.RuleSet, limits: records.Limits) -> None:
         self.id = sandbox_id
         self.rules = policy
+        self.credentials = credentials.Credentials()
+        self.inspects = False
         self.sockets: list[socket.socket] = []
         self.table = dns.NameTable(first=random.randrange(1 << 17))
         self.conversations: set[conversation.Conversation] = set()
@@ -69,6 +76,9 @@ class Proxy:
         self._control = control
         self._sandboxes: dict[str, Sandbox] = {}
         self._unsent: deque[bytes] = deque()
+        self._leaves: OrderedDict[str, tuple[ssl.SSLContext, float]] = OrderedDict()
+        self._minting: dict[str, asyncio.Future[ssl.SSLContext]] = {}
+        self._trust: ssl.SSLContext | None = None
         control.setblocking(False)
         loop.add_reader(control, self._hear)
         self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
@@ -95,28 +105,36 @@ class Proxy:
             self.close()
             return
         message, fds = received
+        sealed = fds.pop() if message.get("credentials") and fds else -1
         taken = [socket.socket(fileno=fd) for fd in fds]
         number = 0
         try:
             order = msgspec.convert(message, records.Order)
             number = order.id
-            self._obey(order, taken)
+            self._obey(order, taken, sealed)
         except Exception as problem:
             for one in taken:
                 one.close()
             self._report(records.Report(failed=number, error=f"{type(problem).__name__}: {problem}"[:1000]))
         else:
             self._report(records.Report(done=number))
+        finally:
+            if sealed >= 0:
+                os.close(sealed)
 
-    def _obey(self, order: records.Order, fds: list[socket.socket]) -> None:
+    def _obey(self, order: records.Order, fds: list[socket.socket], sealed: int) -> None:
         match order.op:
             case "configure":
                 self._configure(order.options or records.Options())
             case "attach":
-                self._attach(order, fds)
+                self._attach(order, fds, sealed)
+            case "leaf":
+                self._take_leaf(order.host, order.leaf)
             case "rules":
                 sandbox = self._sandboxes[order.sandbox]
                 sandbox.rules = rules.RuleSet.from_builtins(order.rules)
+                sandbox.inspects = order.inspects
+                sandbox.credentials = _unsealed(sealed)
                 for one in list(sandbox.conversations):
                     one.reconsider()
             case "detach":
@@ -125,17 +143,20 @@ class Proxy:
     def _configure(self, options: records.Options) -> None:
         parent = upstream.Parent.parse(options.parent) if options.parent else None
         self.options = options
+        self._trust = None
         self.dialler.close()
         self.dialler = upstream.Dialler(
             self.loop, parent=parent, resolver=self._resolver, connect_s=options.limits.connect_s
         )
 
-    def _attach(self, order: records.Order, fds: list[socket.socket]) -> None:
+    def _attach(self, order: records.Order, fds: list[socket.socket], sealed: int) -> None:
         if len(fds) != len(order.sockets):
             raise ValueError(f"{len(order.sockets)} sockets were named and {len(fds)} came")
         policy = rules.RuleSet.from_builtins(order.rules)
+        usable = _unsealed(sealed)
         self._detach(order.sandbox)
         sandbox = Sandbox(order.sandbox, policy, self.options.limits)
+        sandbox.inspects, sandbox.credentials = order.inspects, usable
         self._sandboxes[order.sandbox] = sandbox
         for role, one in zip(order.sockets, fds, strict=True):
             one.setblocking(False)
@@ -180,7 +201,11 @@ class Proxy:
         most = self.options.limits.records_per_s
         sandbox.tokens = min(most, sandbox.tokens + (now - sandbox.counted_at) * most)
         sandbox.counted_at = now
-        if sandbox.tokens < 1 or len(self._unsent) > 64:
+        # Somebody inside could be noisy to hide that a secret was used: those records are not counted.
+        is_use = record.stage == "credential" and record.verdict == "allow"
+        if is_use and len(self._unsent) < _MOST_UNSENT_USES:
+            sandbox.tokens += 1
+        elif sandbox.tokens < 1 or len(self._unsent) > 64:
             sandbox.dropped += 1
             return
         sandbox.tokens -= 1
@@ -188,6 +213,45 @@ class Proxy:
             record = msgspec.structs.replace(record, dropped=sandbox.dropped)
             sandbox.dropped = 0
         self._report(records.Report(decision=record))
+
+    # ── certificates ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def server_trust(self) -> ssl.SSLContext:
+        if self._trust is None:
+            self._trust = authority.client_context(self.options.authorities)
+        return self._trust
+
+    async def leaf(self, host: str) -> ssl.SSLContext:
+        """What to answer a client of `host` with. The engine signs it, once a day for a host."""
+        known = self._leaves.get(host)
+        if known is not None and known[1] > self.loop.time():
+            self._leaves.move_to_end(host)
+            return known[0]
+        waiting = self._minting.get(host)
+        if waiting is None:
+            waiting = self._minting[host] = self.loop.create_future()
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._report(records.Report(mint=host))
+        try:
+            async with asyncio.timeout(_MINT_S):
+                return await asyncio.shield(waiting)
+        except TimeoutError:
+            self._minting.pop(host, None)
+            raise upstream.DialFailed("tls", f"no certificate for {host} could be had") from None
+
+    def _take_leaf(self, host: str, leaf: str) -> None:
+        waiting = self._minting.pop(host, None)
+        if waiting is None or waiting.done():
+            return
+        if not leaf:
+            waiting.set_exception(upstream.DialFailed("tls", f"no certificate for {host} could be had"))
+            return
+        made = authority.server_context(leaf)
+        self._leaves[host] = made, self.loop.time() + authority.LEAF_RENEWED_S
+        if len(self._leaves) > _MOST_LEAVES:
+            self._leaves.popitem(last=False)
+        waiting.set_result(made)
 
     # ── the sandboxes ───────────────────────────────────────────────────────────────────────────
 
@@ -281,6 +345,10 @@ class Proxy:
         self._sweeper = self.loop.call_later(min(_SWEEP_S, self.options.limits.idle_s / 2), self._sweep)
 
 
+def _unsealed(fd: int) -> credentials.Credentials:
+    return credentials.unseal(fd) if fd >= 0 else credentials.Credentials()
+
+
 # ── the process ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -298,6 +366,9 @@ def give_up_privilege() -> None:
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
         except OSError:
             pass
+    # SAFETY: this memory holds the values of secrets; no core dump, and no process of the same user, may read it.
+    # Last, because a change of uid sets it anew. tests/egress/test_credentials.py::test_the_proxy_cannot_be_dumped
+    processes.set_undumpable()
 
 
 async def serve(control: socket.socket) -> None:

@@ -3,9 +3,13 @@
     → {"op":"configure","id":1,"options":{…}}                                once, first
     → {"op":"attach","id":2,"sandbox":"k3","sockets":["proxy","dns"],"rules":{…}}  + that many descriptors, in this order
     → {"op":"rules","id":3,"sandbox":"k3","rules":{…}}                       live: connections that are now refused end
+    ← {"mint":"api.github.com"}                                              a certificate for this host is needed
+    → {"op":"leaf","id":5,"host":"api.github.com","leaf":"-----BEGIN…"}      empty if there can be none
     → {"op":"detach","id":4,"sandbox":"k3"}                                  its listeners and connections are closed
     ← {"done":2}                                                             or {"failed":2,"error":"…"}
     ← {"decision":{…Record…}}                                                when decided, and again when it ended
+
+Credentials come as one more descriptor, the last, when `credentials` is true (credentials.py says what is in it).
 
 The proxy trusts its engine. The engine reads what a proxy says as an attacker's words, because a proxy reads an attacker's
 bytes: a schema, bounded frames, no descriptors.
@@ -20,7 +24,7 @@ import msgspec
 from cloche import model
 from cloche.policy import rules
 
-Stage = Literal["decided", "closed"]
+Stage = Literal["decided", "closed", "credential"]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,10 +49,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     limits: Limits = Limits()
     parent: str = ""
+    authorities: str = ""
+    """PEM: whom to trust besides this machine's authorities when a server's certificate is checked."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One decision, or the end of the connection it allowed."""
+    """One decision, or the end of the connection it allowed, or (stage `credential`) a secret that was put in or withheld."""
 
     sandbox: str
     verdict: rules.Verdict
@@ -70,6 +76,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     duration_ms: float = 0
     dropped: int = 0
     """How many records of this sandbox were not sent before this one."""
+    secret: str = ""
+    place: str = ""
+    """Stage `credential`: the secret's name, and where in a request it belongs."""
 
     def denial(self) -> model.Denial | None:
         """What an execution's result and the journal say; None for what was let through, and for its end."""
@@ -78,7 +87,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         target = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         return model.Denial(
             kind="network",
-            operation=self.protocol,
+            operation="credential" if self.stage == "credential" else self.protocol,
             target=target if self.port else self.host,
             rule=self.rule or self.reason,
             hint=self.hint,
@@ -89,12 +98,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Engine to proxy."""
 
-    op: Literal["configure", "attach", "rules", "detach"]
+    op: Literal["configure", "attach", "rules", "detach", "leaf"]
     id: int
     sandbox: str = ""
     sockets: tuple[Literal["proxy", "transparent", "dns"], ...] = ()
     rules: Any = None
     options: Options | None = None
+    inspects: bool = False
+    """TLS may be ended for this sandbox: the engine's authority is trusted in it."""
+    credentials: bool = False
+    host: str = ""
+    leaf: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -104,3 +118,4 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: int | None = None
     error: str = ""
     decision: Record | None = None
+    mint: str = ""

@@ -14,16 +14,18 @@ was allowed, so it helps only towards servers that were allowed anyway.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from cloche.policy import names
 
 MAX_HELLO = 64 * 1024
-_CLIENT_HELLO, _SERVER_NAME = b"\x01", 0
+_CLIENT_HELLO, _SERVER_NAME, _ALPN = b"\x01", 0, 16
 
 ACCESS_DENIED = b"\x15\x03\x03\x00\x02\x02\x31"
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
 INTERNAL_ERROR = b"\x15\x03\x03\x00\x02\x02\x50"
+NO_PROTOCOL = b"\x15\x03\x03\x00\x02\x02\x78"
 """Fatal alerts, in the clear: what a client prints when we refuse."""
 
 
@@ -32,9 +34,10 @@ class BadHello(ValueError):
 
 
 class Hello(NamedTuple):
-    """`name` is canonical; None where the client sent none."""
+    """`name` is canonical, None where the client sent none; `protocols` (ALPN) likewise."""
 
     name: str | None
+    protocols: tuple[bytes, ...] | None = None
 
 
 class _Reader:
@@ -115,13 +118,22 @@ def _read(hello: _Reader) -> Hello:
     if not hello.at_end():
         raise BadHello("bytes follow the hello's extensions")
     found: list[str] = []
+    protocols: tuple[bytes, ...] | None = None
     while not extensions.at_end():
         kind, body = extensions.number(2), extensions.block(2)
         if kind == _SERVER_NAME:
             found.append(_server_name(body))
+        elif kind == _ALPN:
+            protocols = tuple(_protocols(body))
     if len(found) > 1:
         raise BadHello("the hello names more than one server")
-    return Hello(found[0] if found else None)
+    return Hello(found[0] if found else None, protocols)
+
+
+def _protocols(body: _Reader) -> Iterator[bytes]:
+    entries = body.block(2)
+    while not entries.at_end():
+        yield entries.block(1).data
 
 
 def _server_name(body: _Reader) -> str:

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 from cloche.egress import http, relay
 from cloche.policy import names, rules
 
-Failure = Literal["refused", "timeout", "reset", "dns", "unreachable", "parent"]
+Failure = Literal["refused", "timeout", "reset", "dns", "unreachable", "parent", "tls"]
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 _FIRST_TRY_S = 4.0
 

@@ -14,7 +14,7 @@
 * An address satisfies only address and network rules, a name only name rules. After a name is resolved, `check_address`
   judges each address: what is not public needs a network rule, a metadata service is refused whatever anybody wrote.
 * `mode` is `off` (nothing), `rules`, or `open` (all public addresses, but for deny and ask).
-* Methods and paths can only be seen in plain HTTP. An allow rule with them does not match bytes that cannot be read; a deny
+* Methods and paths can only be seen in HTTP: plain, or inside TLS that the proxy ends (`asks_to_see`). An allow rule with them does not match bytes that cannot be read; a deny
   rule with them does. Until content is seen (`protocol` is one of `OPENING`) it is the other way round: the question is then
   whether anything could be allowed at all.
 * `host.cloche.internal` is the host's loopback: only an allow rule with that very name and a port reaches it.
@@ -39,7 +39,7 @@ from cloche.policy import names
 
 Verdict = Literal["allow", "deny"]
 Mode = Literal["off", "rules", "open"]
-Protocol = Literal["http", "tls", "tcp", "dns", "connect", "socks", "transparent"]
+Protocol = Literal["http", "https", "tls", "tcp", "dns", "connect", "socks", "transparent"]
 OPENING: frozenset[str] = frozenset(("dns", "connect", "socks", "transparent"))
 
 _METHODS = re.compile(r"[A-Z]{1,16}(,[A-Z]{1,16})*\Z")
@@ -182,6 +182,7 @@ class Index:
         self.allow = Lookup(rules.allow)
         self.deny = Lookup(rules.deny)
         self.ask = Lookup(rules.ask)
+        self.conditional = any(rule.is_conditional for rule in (*rules.allow, *rules.deny, *rules.ask))
 
 
 class Lookup:
@@ -275,6 +276,20 @@ def check_address(rules: RuleSet, host: str, address: str, port: int, *, pinned:
         if rule.port in (None, port):
             return Decision("allow", rule, "policy.network.allow", "allowed")
     return _deny("built-in", "private_address", _private_hint(host, parsed, kind, port))
+
+
+def asks_to_see(rules: RuleSet, host: str, port: int) -> bool:
+    """Whether a rule for this host has methods or a path: then TLS must be opened to judge by it."""
+    index = rules.index
+    if not index.conditional:
+        return False
+    lookups = (index.allow, index.deny, index.ask)
+    if names.is_address(host):
+        address = names.facts(host)[0]
+        concerned = (rule for lookup in lookups for rule in lookup.of_address(address))
+    else:
+        concerned = (rule for lookup in lookups for rule in lookup.of_name(host))
+    return any(rule.is_conditional and rule.port in (None, port) for rule in concerned)
 
 
 def denied_by_name(rules: RuleSet, host: str, port: int) -> Decision | None:
@@ -412,7 +427,9 @@ def _not_allowed(request: Request, nearest: Rule | None, unseen: bool) -> Decisi
     if nearest.port not in (None, request.port):
         return Decision("deny", nearest, "policy.network.allow", "port_not_allowed", add)
     if unseen:
-        hint = f"the rule {str(nearest)!r} needs plain HTTP with a plain path to be checked; {add} to allow it unseen"
+        hint = (
+            f"the rule {str(nearest)!r} needs HTTP with a plain path to be checked; {add} to allow it unseen"
+        )
         return Decision("deny", nearest, "policy.network.allow", "uninspectable", hint)
     hint = f"the rule {str(nearest)!r} does not have this method or path; {add} to allow all"
     return Decision("deny", nearest, "policy.network.allow", "method_not_allowed", hint)
