@@ -653,7 +653,7 @@ def resident_mib(pid: int) -> float:
 @pytest.mark.timeout(240)
 @room.awaited
 async def test_memory_stays_flat(world: World) -> None:
-    size = 1 << 30
+    size = 1 << 28
 
     def pull(gate: Through) -> int:
         with gate.secured() as made:
