@@ -15,7 +15,6 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -346,7 +345,7 @@ async def test_a_client_of_http2_alone_is_refused_and_told(world: World) -> None
     async with through(world, one()) as gate:
         only = ssl.create_default_context(cadata=gate.certificate)
         only.set_alpn_protocols(["h2"])
-        with pytest.raises(ssl.SSLError, match="(?i)no.application.protocol"):
+        with pytest.raises(ssl.SSLError, match=r"(?i)no.application.protocol"):
             await asyncio.to_thread(gate._replace(trust=only).secured)
         assert (await gate.egress.reported(verdict="deny")).reason == "http1_only"
         both = ssl.create_default_context(cadata=gate.certificate)
