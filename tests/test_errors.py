@@ -21,7 +21,7 @@ NO_NOUN = {
     "not_text", "used_after_fork",
 }  # fmt: skip
 NOUNS = {
-    "action", "claim", "pool", "snapshot", "startup", "version", "volume",
+    "action", "address", "body", "claim", "key", "method", "pool", "rate", "route", "scope", "snapshot", "startup", "version", "volume",
     "apply", "argument", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
     "execution", "field", "file", "flag", "guest", "host", "internal", "isolation", "kernel", "language", "launcher",
     "limit", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "sandbox", "server",

@@ -18,6 +18,7 @@ GROUPS = {
     "defaults": settings.Defaults,
     "keeper": settings.Keeper,
     "guest": settings.Guest,
+    "server": settings.Server,
 }
 
 
@@ -344,6 +345,8 @@ def spelled(default: object) -> str:
             return str(default).lower()
         case str():
             return f'"{default}"'
+        case tuple():
+            return "[" + ", ".join(spelled(item) for item in default) + "]"
         case msgspec.Struct():
             return (
                 "{"

@@ -278,7 +278,7 @@ def test_a_name_belongs_to_one_live_sandbox_of_a_tenant(store):
     assert isinstance(problem, errors.Conflict)
     assert problem.code == "name_conflict"
     assert "'box'" in problem.message
-    store.put_sandbox(sandbox("c", name="box"), tenant="other")
+    store.put_sandbox(sandbox("c", name="box", tenant="other"))
     store.put_sandbox(sandbox("a", name="box", phase="deleted"))
     store.put_sandbox(sandbox("b", name="box"))
     assert sorted(info.id for info in store.sandboxes()) == ["a", "b", "c"]

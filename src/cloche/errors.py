@@ -40,6 +40,7 @@ class Face:
 
 
 _BAD = Face(400, 125, -32602, "Invalid")
+_UNKNOWN = Face(401, 125, -32602, "Unauthorized")
 _FORBIDDEN = Face(403, 125, -32602, "Forbidden")
 _MISSING = Face(404, 125, -32602, "NotFound")
 _CLASH = Face(409, 125, -32602, "Conflict")
@@ -80,6 +81,9 @@ TABLE: dict[str, Face] = {
     "pool_invalid": _BAD,
     "field_refused": _BAD,
     "file_too_large": _LARGE,
+    "body_too_large": _LARGE,
+    "method_refused": Face(405, 125, -32601, "MethodNotAllowed"),
+    "address_unavailable": _BAD,
     "output_too_large": _LARGE,
     # rules
     "host_path_refused": _FORBIDDEN,
@@ -88,9 +92,14 @@ TABLE: dict[str, Face] = {
     "isolation_too_low": _FORBIDDEN,
     "network_refused": _FORBIDDEN,
     "peer_refused": _FORBIDDEN,
+    "key_missing": _UNKNOWN,
+    "key_refused": _UNKNOWN,
+    "scope_missing": _FORBIDDEN,
     "apply_refused": _FORBIDDEN,
     # not there
     "sandbox_not_found": _MISSING,
+    "key_not_found": _MISSING,
+    "route_not_found": Face(404, 125, -32601, "NotFound"),
     "template_not_found": _MISSING,
     "pool_not_found": _MISSING,
     "claim_not_found": _MISSING,
@@ -127,6 +136,7 @@ TABLE: dict[str, Face] = {
     "launcher_lost": Face(500, 125, -32603, "InternalError", retryable=True),
     # capacity
     "capacity_exceeded": _FULL,
+    "rate_exceeded": _FULL,
     "disk_full": Face(507, 125, -32603, "InsufficientStorage", retryable=True),
     "wait_timeout": Face(504, 125, -32603, "Timeout", retryable=True),
     # this host cannot
@@ -250,10 +260,11 @@ class InternalError(ClocheError):
 # What is not named here is InvalidInput.
 _CODES: dict[type[ClocheError], str] = {
     PolicyRefused: (
-        "host_path_refused permission_denied user_refused isolation_too_low network_refused peer_refused apply_refused"
+        "host_path_refused permission_denied user_refused isolation_too_low network_refused peer_refused apply_refused "
+        "key_missing key_refused scope_missing"
     ),
     NotFound: (
-        "sandbox_not_found template_not_found pool_not_found claim_not_found snapshot_not_found volume_not_found "
+        "sandbox_not_found key_not_found route_not_found template_not_found pool_not_found claim_not_found snapshot_not_found volume_not_found "
         "execution_not_found context_not_found file_not_found user_not_found"
     ),
     Conflict: (
@@ -262,7 +273,7 @@ _CODES: dict[type[ClocheError], str] = {
     ),
     SandboxError: "sandbox_create_failed startup_failed sandbox_disk_full guest_misbehaved launcher_lost",
     SandboxLost: "sandbox_lost sandbox_expired context_lost",
-    CapacityExceeded: "capacity_exceeded disk_full wait_timeout",
+    CapacityExceeded: "capacity_exceeded rate_exceeded disk_full wait_timeout",
     NotSupported: "linux_only kernel_feature_missing needs_subuids not_supported_by_driver",
     ServerUnavailable: "server_unavailable server_version_mismatch connection_lost",
     CommandFailed: "command_failed",

@@ -166,6 +166,8 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
     driver: str | None = None
     labels: dict[str, str] = {}
     policy: dict[str, Any] = {}
+    tenant: str = ""
+    """Whose it is, on a server with several; names are unique within one."""
     stay: bool = False
     """A sandbox that stays outlives the connection that made it."""
     image: str | None = None
@@ -184,6 +186,11 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
     inherit: tuple[str, ...] = ()
     """Fields that the caller left to the template (`env` and `labels` are always laid over it). Whoever takes the
     caller's words (SDK, CLI, a wire) fills it; `resources.memory_mib` names a field of a group."""
+
+    @property
+    def full_name(self) -> str | None:
+        """The name as the engine knows it: unique over all tenants."""
+        return f"{self.tenant}/{self.name}" if self.tenant and self.name else self.name
 
     def check(self) -> None:
         if self.name is not None:
@@ -350,6 +357,7 @@ class SandboxInfo(Noun, frozen=True, kw_only=True):
     limits: dict[str, Limit]
     server: str
     owner: str
+    tenant: str = ""
     labels: dict[str, str] = {}
     shown: tuple[str, ...] = ()
     """Host paths that are visible inside."""

@@ -116,6 +116,40 @@ class Guest(Group, frozen=True, kw_only=True):
     interpreter that waits costs about 10 MiB."""
 
 
+class Server(Group, frozen=True, kw_only=True):
+    """`cloche serve`, beyond what the keeper has."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. Loopback: who opens a server to a network should have said so."""
+
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 7777
+    """The port to listen on; 0 takes a free one, and the first line of output tells which."""
+
+    hosts: tuple[str, ...] = ()
+    """Names, beside loopback's, by which clients may call this server (the `Host` header). A name that is not listed is
+    refused, so that no web page reaches a local server by a name of its own."""
+
+    origins: tuple[str, ...] = ()
+    """Origins of web pages (`https://app.example.org`) whose requests are accepted. None by default."""
+
+    max_body_mib: Positive = 8
+    """MiB of a JSON body. Larger ones are refused with `body_too_large` before they are read."""
+
+    max_upload_mib: Positive = 512
+    """MiB of a file or tree that one request uploads. It is held in memory while it is written."""
+
+    requests_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Requests a second that one key may send; `"none"` (the default) is without limit. Beyond it: `rate_exceeded` with
+    `Retry-After`."""
+
+    write_timeout_s: Seconds = 30
+    """Seconds that a reader of a stream may take nothing before it is cut. Its output stays in the log, to be read again from
+    where it left."""
+
+    drain_s: Seconds = 10
+    """Seconds that requests under way get to finish when the server is told to stop."""
+
+
 class Settings(Group, frozen=True, kw_only=True):
     """Everything that was chosen, from wherever."""
 
@@ -134,6 +168,7 @@ class Settings(Group, frozen=True, kw_only=True):
     defaults: Defaults = Defaults()
     keeper: Keeper = Keeper()
     guest: Guest = Guest()
+    server: Server = Server()
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -163,11 +198,11 @@ _BY_ENVIRONMENT = ("home", "url", "api_key")
 _OFF_VALUES = ("", "0", "false", "no")
 
 
-def load(environment: Mapping[str, str]) -> Settings:
-    """The settings of this user: the file's, then the environment's. Nothing is created."""
-    path = os.path.join(_base(environment, "XDG_CONFIG_HOME", ".config"), "cloche", "settings.toml")
-    file = _read(path, "settings_invalid", missing_ok=True)
-    chosen = Settings(home=_home(environment)) if file is None else _from_file(file, _home(environment))
+def load(environment: Mapping[str, str], *, file: str | None = None) -> Settings:
+    """The settings of this user: the file's, then the environment's. Nothing is created. A `file` that is named must be there."""
+    path = file or os.path.join(_base(environment, "XDG_CONFIG_HOME", ".config"), "cloche", "settings.toml")
+    found = _read(path, "settings_invalid", missing_ok=file is None)
+    chosen = Settings(home=_home(environment)) if found is None else _from_file(found, _home(environment))
     return msgspec.structs.replace(
         chosen,
         url=_url(environment),

@@ -92,7 +92,7 @@ class Store(interfaces.Store):
 
     # ── sandboxes ──────────────────────────────────────────────────────────────────────────────
 
-    def put_sandbox(self, info: model.SandboxInfo, *, tenant: str = TENANT, now: float | None = None) -> None:
+    def put_sandbox(self, info: model.SandboxInfo, *, now: float | None = None) -> None:
         """Insert or replace. A name that another live sandbox of the tenant has is `name_conflict`."""
         ended_at = None if info.phase in LIVE else (time.time() if now is None else now)
         with self._transaction(f"the name {info.name!r} is taken by another sandbox") as db:
@@ -102,7 +102,7 @@ class Store(interfaces.Store):
                    ON CONFLICT (id) DO UPDATE SET name = excluded.name, owner = excluded.owner,
                    phase = excluded.phase, info = excluded.info, ended_at = CASE
                    WHEN excluded.ended_at IS NOT NULL THEN COALESCE(sandboxes.ended_at, excluded.ended_at) END""",
-                (info.id, tenant, info.name, info.owner, info.phase, ended_at, _dump(info)),
+                (info.id, info.tenant or TENANT, info.name, info.owner, info.phase, ended_at, _dump(info)),
             )
 
     def sandboxes(self, *, live_only: bool = False, tenant: str | None = None) -> list[model.SandboxInfo]:

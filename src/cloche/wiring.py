@@ -81,12 +81,13 @@ def make_engine(
     warm: bool = False,
     once: bool = False,
     launch: spawning.Launch | None = None,
+    config: settings.Settings | None = None,
 ) -> engine.Engine:
     """An engine on this machine's state directory. Must be called in the event loop that it will live in.
 
     `warm` keeps a sandbox waiting for the next caller; `once` is for an engine that will make one sandbox and go.
     """
-    config = settings.load(environment)
+    config = config or settings.load(environment)
     settings.make_home(config.home)
     return engine.Engine(
         config,

@@ -41,6 +41,8 @@ VERBS: dict[str, Verb] = {
     "resume": Verb("sandboxes", "let a suspended sandbox go on"),
     "events": Verb("history", "what happened, oldest first"),
     "usage": Verb("sandboxes", "what sandboxes cost now"),
+    "serve": Verb("serving", "serve HTTP and the local socket until stopped"),
+    "key": Verb("keys", "the keys of the server: create, list, revoke"),
     "gc": Verb("upkeep", "remove what dead engines left behind"),
     "doctor": Verb("doctor", "what this host can do, and what would improve it"),
     "version": Verb("upkeep", "the version of Cloche"),

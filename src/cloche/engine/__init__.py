@@ -71,15 +71,15 @@ class Engine(interfaces.Backend):
     async def create(self, spec: model.SandboxSpec) -> model.SandboxInfo:
         self._accept(spec)
         rules = self._rules(spec)
-        while spec.name is not None and spec.name in self._names:
-            if spec.name not in self._coming:
+        while spec.full_name is not None and spec.full_name in self._names:
+            if spec.full_name not in self._coming:
                 return self._same(spec)
-            await self._coming[spec.name].wait()  # whoever asks for the same at once gets the same
+            await self._coming[spec.full_name].wait()  # whoever asks for the same at once gets the same
         self._check_capacity()
         sandbox_id = model.new_id()
-        if spec.name is not None:
-            self._names[spec.name] = sandbox_id
-            self._coming[spec.name] = asyncio.Event()
+        if spec.full_name is not None:
+            self._names[spec.full_name] = sandbox_id
+            self._coming[spec.full_name] = asyncio.Event()
         self._creating += 1
         lent = None
         try:
@@ -106,14 +106,14 @@ class Engine(interfaces.Backend):
             )
             self._sandboxes[sandbox_id] = made
         except BaseException:
-            self._names.pop(spec.name or "", None)
+            self._names.pop(spec.full_name or "", None)
             if lent is not None:
                 await asyncio.to_thread(lent.finish)
             raise
         finally:
             self._creating -= 1
-            if spec.name is not None:
-                self._coming.pop(spec.name).set()
+            if spec.full_name is not None:
+                self._coming.pop(spec.full_name).set()
         if rules.network.mode != "off":
             asked = f"the profile {spec.profile!r} asks for a network; it is off in this version"
             machine.warnings = (*machine.warnings, asked)
@@ -174,11 +174,11 @@ class Engine(interfaces.Backend):
         return rules
 
     def _same(self, spec: model.SandboxSpec) -> model.SandboxInfo:
-        found = self._sandboxes.get(self._names[spec.name or ""])
+        found = self._sandboxes.get(self._names[spec.full_name or ""])
         if found is None or found.spec != spec:
             raise errors.error(
                 "name_conflict",
-                f"the name {spec.name!r} is taken by a sandbox that was asked for differently",
+                f"the name {spec.full_name!r} is taken by a sandbox that was asked for differently",
                 hint="delete it, or choose another name",
             )
         return found.info(server=self.where, owner=self.owner)
@@ -325,8 +325,8 @@ class Engine(interfaces.Backend):
 
     def _forget(self, sandbox: sandboxes.Sandbox, words: str) -> None:
         self._sandboxes.pop(sandbox.id, None)
-        if sandbox.spec.name is not None and self._names.get(sandbox.spec.name) == sandbox.id:
-            del self._names[sandbox.spec.name]
+        if sandbox.spec.full_name is not None and self._names.get(sandbox.spec.full_name) == sandbox.id:
+            del self._names[sandbox.spec.full_name]
         self._ended[sandbox.id] = words
         while len(self._ended) > _MOST_LOST:
             self._reports.pop(oldest := next(iter(self._ended)), None)

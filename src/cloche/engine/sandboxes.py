@@ -66,7 +66,7 @@ class Sandbox:
         return model.SandboxInfo(
             id=self.id, name=self.spec.name, phase=self.phase, template=self.spec.template, profile=self.spec.profile,
             created_at=self.created_at, expires_at=self.expires_at, idle_timeout_s=self.spec.idle_timeout_s,
-            isolation=machine.isolation, limits=machine.limits, server=server, owner=owner, labels=self.spec.labels,
+            isolation=machine.isolation, limits=machine.limits, server=server, owner=owner, tenant=self.spec.tenant, labels=self.spec.labels,
             shown=machine.shown, warnings=machine.warnings, executions=self.count, reason=self.reason,
         )  # fmt: skip
 

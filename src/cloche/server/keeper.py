@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -55,8 +55,8 @@ class Keeper:
         self._leaving = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def serve(self, path: str) -> None:
-        """Listen until idle for long enough, or told to stop."""
+    async def serve(self, path: str, before_end: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Listen until idle for long enough, or told to stop. `before_end`: what else serves this engine leaves first."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leaving.set)
@@ -69,6 +69,8 @@ class Keeper:
             with suppress(OSError):
                 os.unlink(path)
             self._server.close()
+            if before_end is not None:
+                await before_end()
             for connection in list(self._connections):
                 connection.close()
             await self._backend.aclose()
@@ -78,6 +80,10 @@ class Keeper:
         if self._engine.live == 0:
             self._leaving.set()
         return self._leaving.is_set()
+
+    def leave(self) -> None:
+        """Leave, whoever is there."""
+        self._leaving.set()
 
     @property
     def live(self) -> int:

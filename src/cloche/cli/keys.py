@@ -1,0 +1,87 @@
+"""`cloche key create|list|revoke`: who may call the server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+from cloche import errors, settings
+from cloche.cli import output, talk
+from cloche.server import keys
+
+
+def flags(parser: argparse.ArgumentParser, verb: str) -> None:
+    parser.add_argument(
+        "act", metavar="create|list|revoke", choices=("create", "list", "revoke"), help="what to do"
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the key's name")
+    parser.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        metavar="ROLE",
+        help=f"one of {', '.join(keys.ROLES)} (developer)",
+    )
+    parser.add_argument("--scope", action="append", default=[], metavar="SCOPE", help="a single scope")
+    parser.add_argument("--tenant", default="", metavar="NAME", help="whose sandboxes it sees (all)")
+    parser.add_argument("--days", type=float, metavar="N", help="how long it is good for (without end)")
+
+
+def execute(verb: str, chosen: argparse.Namespace) -> int:
+    config = settings.load(os.environ)
+    settings.make_home(config.home)
+    known = keys.Keys(config.home)
+    if chosen.act != "list" and not chosen.name:
+        raise errors.error("argument_invalid", f"key {chosen.act} needs a name")
+    return {"create": _create, "list": _list, "revoke": _revoke}[chosen.act](known, chosen)
+
+
+def _create(known: keys.Keys, chosen: argparse.Namespace) -> int:
+    from cloche.server.http.operations import SCOPES
+
+    for scope in chosen.scope:
+        if scope not in SCOPES:
+            raise errors.error(
+                "argument_invalid", f"there is no scope {scope!r}", hint=errors.nearest(scope, SCOPES)
+            )
+    roles = tuple(chosen.role) or (() if chosen.scope else ("developer",))
+    lifetime_s = None if chosen.days is None else chosen.days * 86400
+    scopes = keys.scopes_of(roles, tuple(chosen.scope))
+    secret = known.create(chosen.name, scopes, tenant=chosen.tenant, lifetime_s=lifetime_s)
+    if chosen.json:
+        output.as_json({"name": chosen.name, "key": secret, "scopes": scopes, "tenant": chosen.tenant})
+        return 0
+    print(secret)
+    talk.say("this is shown once; only a hash is kept")
+    return 0
+
+
+def _list(known: keys.Keys, chosen: argparse.Namespace) -> int:
+    found = known.list()
+    if chosen.json:
+        output.as_json(
+            [{name: getattr(key, name) for name in key.__struct_fields__ if name != "hash"} for key in found]
+        )
+        return 0
+    rows = [
+        (
+            key.name,
+            key.prefix + "…",
+            key.tenant or "-",
+            ",".join(key.scopes),
+            "-" if key.expires_at is None else time.strftime("%Y-%m-%d", time.gmtime(key.expires_at)),
+        )
+        for key in found
+    ]
+    output.table(("NAME", "KEY", "TENANT", "SCOPES", "EXPIRES"), rows)
+    return 0
+
+
+def _revoke(known: keys.Keys, chosen: argparse.Namespace) -> int:
+    known.revoke(chosen.name)
+    if chosen.json:
+        output.as_json({"revoked": chosen.name})
+    else:
+        talk.say(f"the key {chosen.name} is no longer accepted")
+    return 0

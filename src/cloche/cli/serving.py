@@ -1,0 +1,122 @@
+"""`cloche serve`: the keeper's socket and HTTP on one engine, in the foreground, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from cloche import errors, settings, wiring
+from cloche.cli import keeper as process
+from cloche.cli import talk
+from cloche.server import keeper, keys
+
+DEFAULT_KEY = "default"
+
+
+def flags(parser: argparse.ArgumentParser, verb: str) -> None:
+    add = parser.add_argument
+    add("--host", metavar="ADDRESS", help="the address to listen on (127.0.0.1)")
+    add("--port", metavar="N", type=int, help="the port to listen on (7777); 0 takes a free one")
+    add("--socket", metavar="PATH", help="where the unix socket is made (cloche.sock in the state directory)")
+    add("--config", metavar="FILE", help="a settings file to use instead of your own")
+
+
+def execute(verb: str, chosen: argparse.Namespace) -> int:
+    config = settings.load(os.environ, file=chosen.config)
+    said = {
+        name: value for name, value in (("host", chosen.host), ("port", chosen.port)) if value is not None
+    }
+    config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, **said))
+    settings.make_home(config.home)
+    lock = process.take_lock(config.home)
+    if lock < 0:
+        raise errors.error(
+            "state_locked",
+            f"{config.home} is held by {_holder(config.home)}",
+            hint="`cloche gc --restart` ends a keeper without sandboxes; or set CLOCHE_HOME to another directory",
+        )
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="cloche: %(message)s")
+    try:
+        asyncio.run(_serve(config, chosen.socket or config.socket_path, as_json=chosen.json))
+    finally:
+        os.close(lock)
+    return 0
+
+
+def _holder(home: str) -> str:
+    try:
+        with open(os.path.join(home, "lock")) as file:
+            return f"another server or keeper (pid {int(file.read())})"
+    except (OSError, ValueError):
+        return "another server or keeper"
+
+
+async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None:
+    from cloche.server.http import serving  # uvicorn and Starlette: only here
+
+    listener = serving.listen(config.server.host, config.server.port)
+    known = keys.Keys(config.home)
+    key_file = first_key(config.home, known)
+    if config.api_key:
+        known.accept(config.api_key)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    engine = wiring.make_engine(os.environ, where=url, warm=True, config=config)
+    kept = keeper.Keeper(engine, engine, idle_exit_s=None, defaults=config.defaults)
+    asyncio.get_running_loop().set_exception_handler(process.Complaints())
+    app = serving.make_app(engine, known, config)
+    http = asyncio.ensure_future(serving.serve(app, listener, config))
+    http.add_done_callback(lambda _: kept.leave())
+    frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http)))
+    await asyncio.sleep(0)
+    _greet(url, path, key_file, as_json=as_json)
+    await frames
+    await _stop(http)
+
+
+async def _stop(http: asyncio.Future[None]) -> None:
+    http.cancel()
+    with suppress(asyncio.CancelledError):
+        await http
+
+
+def first_key(home: str, known: keys.Keys) -> str:
+    """The file that holds the first key, which is made where there is none yet."""
+    path = os.path.join(home, "keys", f"{DEFAULT_KEY}.key")
+    if not known.list():
+        secret = known.create(DEFAULT_KEY, ("*",))
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(secret + "\n")
+    return path
+
+
+def _greet(url: str, path: str, key_file: str, *, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode({"url": url, "socket": path, "key_file": key_file}).decode(), flush=True)
+        return
+    shown = key_file if os.path.exists(key_file) else "the key that you made with `cloche key create`"
+    print(
+        f"serving on {url} and {path}\n"
+        f"the key is in {shown}\n\n"
+        f"try:\n"
+        f'  curl -s {url}/run -H "Authorization: Bearer $(cat {key_file})" -d \'{{"command": "uname -a"}}\'\n'
+        f'  curl -sN {url}/run/stream -H "Authorization: Bearer $(cat {key_file})" -d \'{{"command": "make test"}}\'\n'
+        f'  E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY="$(sed s/^cl_/e2b_/ {key_file})" python your_program.py',
+        flush=True,
+    )
+    if not _loopback(url):
+        talk.warning("this server listens beyond loopback without TLS: keys travel in the open")
+
+
+def _loopback(url: str) -> bool:
+    host = url.removeprefix("http://").rpartition(":")[0].strip("[]")
+    with suppress(OSError):
+        return socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0] in ("127.0.0.1", "::1")
+    return False

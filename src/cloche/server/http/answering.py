@@ -1,0 +1,448 @@
+"""From a request to a handler and back.
+
+The order is fixed: request id, door, scope, rate, size, then parameters, then the sandbox's tenant, then the handler. Whatever is raised
+becomes one shape, `{"error": {code, message, hint, request_id, details}}`, with the status of `errors.TABLE`; what nobody foresaw is
+`internal_error` with its request id, and its traceback goes to the log, never to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from cloche import errors, interfaces, model, rpc, settings
+from cloche.server.http import doors, operations, wire
+
+log = logging.getLogger("cloche.http")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HEARTBEAT_S = 15.0
+_MOST_REMEMBERED = 10_000
+_REMEMBERED_S = 24 * 3600.0
+
+
+class Call(NamedTuple):
+    """One request, as its handler sees it."""
+
+    backend: interfaces.Backend
+    principal: doors.Principal
+    defaults: settings.Defaults
+    request: Request
+    request_id: str
+
+    def name(self, sandbox: str) -> str:
+        """A sandbox's name as the engine knows it: names are unique per tenant."""
+        tenant = self.principal.tenant
+        return f"{tenant}/{sandbox}" if tenant and not _is_id(sandbox) else sandbox
+
+    def owns(self, info: model.SandboxInfo) -> bool:
+        return not self.principal.tenant or info.tenant == self.principal.tenant
+
+    def spec(self, body: wire.Create, *, stay: bool = True) -> model.SandboxSpec:
+        """The spec of a sandbox that this caller asks for."""
+        if body.workspace is not None and not self.principal.host_paths:
+            raise errors.error(
+                "host_path_refused",
+                "a workspace is a directory of the server's host, which this caller may not name",
+                hint="upload files instead, or use the unix socket",
+                field="workspace",
+            )
+        spec = body.spec(self.defaults, stay=stay)
+        return msgspec.structs.replace(spec, tenant=self.principal.tenant)
+
+
+Observe = Callable[[str, str, int, float], None]
+"""Told of every answer: operation, principal's name, status, seconds."""
+
+
+class Answers:
+    """The dispatcher: holds what all requests share, and makes Starlette's routes."""
+
+    def __init__(
+        self,
+        backend: interfaces.Backend,
+        entrance: doors.Doors,
+        config: settings.Settings,
+        *,
+        observe: Observe = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._doors = entrance
+        self._config = config
+        self._observe = observe
+        self._rates = _Rates(config.server.requests_per_s, clock)
+        self._remembered = _Remembered(clock)
+
+    def routes(self, table: operations.Table) -> list[Route]:
+        return [
+            Route(
+                made.path,
+                self._endpoint(made),
+                methods=[made.method],
+                name=made.name,
+                include_in_schema=False,
+            )
+            for made in table.operations.values()
+        ]
+
+    def _endpoint(self, operation: operations.Operation) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            began = time.perf_counter()
+            request_id = _request_id(request)
+            caller = "-"
+            try:
+                self._doors.check_host(request.headers)
+                principal = doors.Principal("-", "", frozenset())
+                if operation.scope is not None:
+                    principal = self._doors.principal(request.headers)
+                    caller = principal.name
+                    doors.require(principal, operation.scope)
+                    self._rates.take(principal.name)
+                call = Call(self._backend, principal, self._config.defaults, request, request_id)
+                response = await self._answer(operation, call)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            except errors.ClocheError as problem:
+                response = failure(problem, request_id)
+            except Exception:
+                log.exception("request %s failed", request_id)
+                response = failure(
+                    errors.error(
+                        "internal_error", f"something of ours failed; the log has request {request_id}"
+                    ),
+                    request_id,
+                )
+            response.headers["X-Request-ID"] = request_id
+            self._observe(operation.name, caller, response.status_code, time.perf_counter() - began)
+            return response
+
+        return endpoint
+
+    async def _answer(self, operation: operations.Operation, call: Call) -> Response:
+        arguments = _places(operation, call)
+        query = _query(operation, call.request)
+        body = await self._body(operation, call.request)
+        if "sandbox" in operation.places:
+            await self._check_tenant(call, arguments)
+        if operation.body is not None:
+            arguments["body"] = body
+        key = call.request.headers.get("idempotency-key")
+        if key is None or operation.method != "POST" or operation.streams:
+            return await self._perform(operation, call, arguments, query)
+        digest = hashlib.sha256(
+            msgspec.json.encode([operation.name, call.request.url.path, body])
+        ).hexdigest()
+        return await self._remembered.once(
+            (call.principal.name, key), digest, lambda: self._perform(operation, call, arguments, query)
+        )
+
+    async def _perform(
+        self, operation: operations.Operation, call: Call, arguments: dict[str, Any], query: dict[str, Any]
+    ) -> Response:
+        result = await while_there(call.request, operation.handler(call, **arguments, **query))
+        if isinstance(result, Response):
+            return result
+        if isinstance(result, operations.Stream):
+            return EventStream(result.events, self._config.server.write_timeout_s)
+        if result is None:
+            return Response(status_code=operation.status)
+        if isinstance(result, bytes):
+            return Response(result, media_type="application/octet-stream", status_code=operation.status)
+        return Response(rpc.encode(result), media_type="application/json", status_code=operation.status)
+
+    async def _check_tenant(self, call: Call, arguments: dict[str, Any]) -> None:
+        if not call.principal.tenant:
+            return
+        named = arguments["sandbox"]
+        info = await self._backend.info(call.name(named))
+        if not call.owns(info):
+            raise errors.error("sandbox_not_found", f"there is no sandbox {named!r}")
+        arguments["sandbox"] = info.id
+
+    async def _body(self, operation: operations.Operation, request: Request) -> Any:
+        if operation.body is None:
+            return None
+        raw = operation.body is bytes
+        most = self._config.server.max_upload_mib if raw else self._config.server.max_body_mib
+        data = await _read(request, most << 20)
+        return data if raw else _decode(data, operation.body)
+
+
+def failure(problem: errors.ClocheError, request_id: str) -> Response:
+    fault = wire.Fault(
+        code=problem.code, message=problem.message, hint=problem.hint, request_id=request_id,
+        details=_plain(problem.details),
+    )  # fmt: skip
+    headers = {}
+    if "retry_after_s" in problem.details:
+        headers["Retry-After"] = str(max(1, round(float(str(problem.details["retry_after_s"])))))
+    if problem.code in ("key_missing", "key_refused"):
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(
+        rpc.encode(wire.Failure(error=fault)),
+        status_code=errors.TABLE[problem.code].http,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+async def while_there(request: Request, work: Awaitable[Any]) -> Any:
+    """Do the work unless the client leaves first; then it is cancelled, and cleans up after itself."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError, errors.ClocheError):
+                await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, each flushed as it happens. Who takes nothing for too long is cut."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[operations.Event], patience_s: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._patience_s = patience_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (writing, leaving):
+                task.cancel()
+            with suppress(asyncio.CancelledError, TimeoutError, OSError):
+                await writing
+            await _close(self._events)
+
+    async def _write(self, send: Send) -> None:
+        try:
+            async for event in _with_heartbeat(self._events):
+                await self._send(send, _frame(event))
+        except errors.ClocheError as problem:
+            await self._send(send, _frame(operations.Event("error", problem.to_dict())))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        message = {"type": "http.response.body", "body": data, "more_body": True}
+        try:
+            await asyncio.wait_for(send(message), self._patience_s)
+        except TimeoutError:
+            log.warning("a stream was cut: its reader took nothing for %s s", self._patience_s)
+            raise
+
+
+async def _with_heartbeat(events: AsyncIterator[operations.Event]) -> AsyncIterator[operations.Event | None]:
+    """The events, and None where there has been none for a while, so that a dead connection shows."""
+    waiting: asyncio.Future[operations.Event] | None = None
+    try:
+        while True:
+            waiting = waiting or asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait((waiting,), timeout=_HEARTBEAT_S)
+            if not done:
+                yield None
+                continue
+            try:
+                event = waiting.result()
+            except StopAsyncIteration:
+                return
+            waiting = None
+            yield event
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            with suppress(asyncio.CancelledError, StopAsyncIteration, errors.ClocheError):
+                await waiting
+
+
+def _frame(event: operations.Event | None) -> bytes:
+    if event is None:
+        return b": still here\n\n"
+    head = b"" if event.id is None else b"id: " + event.id.encode() + b"\n"
+    return head + b"event: " + event.kind.encode() + b"\ndata: " + rpc.encode(event.data) + b"\n\n"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _close(events: AsyncIterator[Any]) -> None:
+    close = getattr(events, "aclose", None)
+    if close is not None:
+        with suppress(RuntimeError):
+            await close()
+
+
+# ── parameters ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _request_id(request: Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else model.new_id()
+
+
+def _is_id(text: str) -> bool:
+    return len(text) == model.ID_LENGTH and text.isalnum()
+
+
+def _places(operation: operations.Operation, call: Call) -> dict[str, Any]:
+    return {name: call.request.path_params[name] for name in operation.places}
+
+
+def _query(operation: operations.Operation, request: Request) -> dict[str, Any]:
+    try:
+        return operations.convert_query(operation, dict(request.query_params))
+    except KeyError as unknown:
+        name = str(unknown.args[0])
+        known = [query.name for query in operation.queries]
+        hint = errors.nearest(name, known) if known else "this operation has no query"
+        raise errors.error(
+            "field_unknown", f"{operation.name} has no query parameter {name!r}", hint=hint, field=name
+        ) from None
+    except msgspec.ValidationError as problem:
+        raise errors.error("argument_invalid", f"the query is not valid: {problem}") from None
+
+
+async def _read(request: Request, most: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(most)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> errors.ClocheError:
+    return errors.error(
+        "body_too_large",
+        f"the request's body is larger than {most >> 20} MiB",
+        hint="send less, or raise server.max_body_mib (max_upload_mib for files)",
+    )
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except msgspec.ValidationError as problem:
+        code = "field_unknown" if "unknown field" in str(problem) else "argument_invalid"
+        raise errors.error(code, f"the body is not valid: {problem}") from None
+    except msgspec.DecodeError as problem:
+        raise errors.error("argument_invalid", f"the body is not JSON: {problem}") from None
+
+
+def _plain(details: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        plain: dict[str, Any] = msgspec.to_builtins(dict(details))
+    except (TypeError, ValueError):
+        plain = {name: str(value) for name, value in details.items()}
+    return plain
+
+
+# ── limits ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Rates:
+    """One bucket per caller, of one second's worth; None is without limit."""
+
+    def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
+        self._per_s = per_s
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, caller: str) -> None:
+        if self._per_s is None:
+            return
+        now = self._clock()
+        left, since = self._buckets.pop(caller, (max(1.0, self._per_s), now))
+        left = min(max(1.0, self._per_s), left + (now - since) * self._per_s)
+        self._buckets[caller] = (left - 1 if left >= 1 else left, now)
+        while len(self._buckets) > _MOST_REMEMBERED:
+            self._buckets.popitem(last=False)
+        if left < 1:
+            raise errors.error(
+                "rate_exceeded",
+                f"the key {caller!r} sends more than {self._per_s:g} requests a second",
+                hint="wait as long as Retry-After says",
+                retry_after_s=(1 - left) / self._per_s,
+            )
+
+
+class _Remembered:
+    """Answers by idempotency key: a repeated request gets the first one's, another body with the same key is refused."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._answers: OrderedDict[tuple[str, str], tuple[str, float, asyncio.Future[Response]]] = (
+            OrderedDict()
+        )
+
+    async def once(
+        self, key: tuple[str, str], digest: str, perform: Callable[[], Awaitable[Response]]
+    ) -> Response:
+        self._forget()
+        if key in self._answers:
+            known, _, answer = self._answers[key]
+            if known != digest:
+                raise errors.error(
+                    "name_conflict", "this Idempotency-Key was used for another request", hint="use a new one"
+                )
+            return _copy(await asyncio.shield(answer))
+        made: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._answers[key] = (digest, self._clock(), made)
+        try:
+            response = await perform()
+        except BaseException as problem:
+            self._answers.pop(key, None)  # a failure is not an answer: the next attempt is a first one
+            made.set_exception(problem)
+            made.exception()
+            raise
+        made.set_result(response)
+        return _copy(response)
+
+    def _forget(self) -> None:
+        now = self._clock()
+        while self._answers:
+            oldest = next(iter(self._answers))
+            if len(self._answers) <= _MOST_REMEMBERED and now - self._answers[oldest][1] < _REMEMBERED_S:
+                return
+            del self._answers[oldest]
+
+
+def _copy(response: Response) -> Response:
+    return Response(response.body, response.status_code, media_type=response.media_type)

@@ -1,0 +1,139 @@
+"""The table of operations. A handler's signature is its contract; routes, OpenAPI and tests are read from it.
+
+    @operation("POST", "/v1/sandboxes/{sandbox}/exec", scope="exec")
+    async def exec_command(call: Call, sandbox: str, body: wire.Exec, *, wait: bool = True) -> wire.Result:
+        \"\"\"Run a command to its end.\"\"\"
+
+* The first parameter is the call. Parameters named in the path are taken from it, `body` from the request (a struct: JSON;
+  `bytes`: as it is), keyword-only ones from the query.
+* The result type decides the answer: a struct or list is JSON, `bytes` an octet stream, `Stream[T]` server-sent events, `None`
+  is 204.
+* `scope` is what a key must have; `None` needs none at all, and is for probes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+Scope = typing.Literal[
+    "sandboxes", "exec", "files", "pools", "snapshots", "volumes", "policies", "secrets", "images", "events",
+    "audit", "metrics", "admin",
+]  # fmt: skip
+SCOPES: tuple[str, ...] = typing.get_args(Scope)
+T = TypeVar("T")
+_PLACE = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+class Stream(Generic[T]):
+    """Events of one type, each sent as it happens. `id` is what `Last-Event-ID` repeats."""
+
+    def __init__(self, events: AsyncIterator[Event]) -> None:
+        self.events = events
+
+
+class Event(NamedTuple):
+    kind: str
+    data: Any
+    id: str | None = None
+
+
+class Query(NamedTuple):
+    name: str
+    type: Any
+    default: Any
+    """`inspect.Parameter.empty` where it must be given."""
+
+
+class Operation(NamedTuple):
+    method: str
+    path: str
+    name: str
+    summary: str
+    description: str
+    tag: str
+    scope: Scope | None
+    places: tuple[str, ...]
+    queries: tuple[Query, ...]
+    body: Any
+    result: Any
+    status: int
+    errors: tuple[str, ...]
+    handler: Callable[..., Awaitable[Any]]
+
+    @property
+    def streams(self) -> bool:
+        return typing.get_origin(self.result) is Stream
+
+
+class Table:
+    """Operations by their name, in the order of their declaration."""
+
+    def __init__(self) -> None:
+        self.operations: dict[str, Operation] = {}
+
+    def operation(
+        self, method: str, path: str, *, scope: Scope | None, status: int | None = None, errors: str = ""
+    ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
+        """`errors`: the codes that are peculiar to it, in one string; those of the door are added to all."""
+
+        def enter(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+            made = _read(method, path, scope, status, tuple(errors.split()), handler)
+            if made.name in self.operations:
+                raise ValueError(f"two operations are called {made.name}")
+            self.operations[made.name] = made
+            return handler
+
+        return enter
+
+
+def _read(
+    method: str,
+    path: str,
+    scope: Scope | None,
+    status: int | None,
+    codes: tuple[str, ...],
+    handler: Callable[..., Awaitable[Any]],
+) -> Operation:
+    hints = typing.get_type_hints(handler)
+    result = hints.pop("return")
+    places = tuple(_PLACE.findall(path))
+    queries: list[Query] = []
+    body: Any = None
+    for parameter in list(inspect.signature(handler).parameters.values())[1:]:
+        kind = hints[parameter.name]
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            queries.append(Query(parameter.name, kind, parameter.default))
+        elif parameter.name == "body":
+            body = kind
+        elif parameter.name not in places:
+            raise TypeError(f"{handler.__qualname__}: {parameter.name!r} is not in the path {path!r}")
+    summary, _, description = inspect.cleandoc(handler.__doc__ or "").partition("\n")
+    if status is None:
+        status = 204 if result is type(None) else 200
+    return Operation(
+        method, path, handler.__name__, summary, description.strip(), path.split("/")[2 if path.startswith("/v1/") else 1],
+        scope, places, tuple(queries), body, result, status, codes, handler,
+    )  # fmt: skip
+
+
+def convert_query(operation: Operation, given: dict[str, str]) -> dict[str, Any]:
+    """The query's values by type; raises msgspec.ValidationError or KeyError (for an unknown or missing one)."""
+    known = {query.name for query in operation.queries}
+    for name in given:
+        if name not in known:
+            raise KeyError(name)
+    values: dict[str, Any] = {}
+    for query in operation.queries:
+        if query.name in given:
+            values[query.name] = msgspec.convert(given[query.name], query.type, strict=False)
+        elif query.default is inspect.Parameter.empty:
+            raise msgspec.ValidationError(f"the query needs `{query.name}`")
+        else:
+            values[query.name] = query.default
+    return values

@@ -1,0 +1,55 @@
+"""Code contexts: interpreters that keep their state."""
+
+from __future__ import annotations
+
+from cloche import model
+from cloche.server.http import wire
+from cloche.server.http.answering import Call
+from cloche.server.http.routes.table import operation
+
+_HERE = "/v1/sandboxes/{sandbox}/contexts"
+_ERRORS = "sandbox_not_found sandbox_lost context_not_found"
+
+
+@operation(
+    "POST", "/v1/sandboxes/{sandbox}/code", scope="exec", errors=f"{_ERRORS} context_busy language_unknown"
+)
+async def run_code(call: Call, sandbox: str, body: wire.Code) -> wire.Ran:
+    """Run code in a context; without one, in the sandbox's default context of that language.
+
+    The code's own error is part of the result.
+    """
+    result = await call.backend.run_code(
+        sandbox, body.code, body.context, body.language, body.env, body.timeout_s
+    )
+    return wire.Ran.of(result)
+
+
+@operation("POST", _HERE, scope="exec", status=201, errors="sandbox_not_found language_unknown cwd_not_found")
+async def create_context(call: Call, sandbox: str, body: wire.CreateContext) -> model.ContextInfo:
+    """Start an interpreter."""
+    return await call.backend.create_context(sandbox, body.language, body.cwd)
+
+
+@operation("GET", _HERE, scope="exec", errors="sandbox_not_found")
+async def list_contexts(call: Call, sandbox: str) -> wire.Contexts:
+    """The contexts of a sandbox."""
+    return wire.Contexts(contexts=tuple(await call.backend.contexts(sandbox)))
+
+
+@operation("DELETE", _HERE + "/{context}", scope="exec", errors=_ERRORS)
+async def delete_context(call: Call, sandbox: str, context: str) -> None:
+    """End an interpreter."""
+    await call.backend.delete_context(sandbox, context)
+
+
+@operation("POST", _HERE + "/{context}/interrupt", scope="exec", errors=_ERRORS)
+async def interrupt_context(call: Call, sandbox: str, context: str) -> None:
+    """Interrupt what a context runs; its state stays."""
+    await call.backend.interrupt_context(sandbox, context)
+
+
+@operation("POST", _HERE + "/{context}/restart", scope="exec", errors=_ERRORS)
+async def restart_context(call: Call, sandbox: str, context: str) -> None:
+    """Start a context afresh under the same id."""
+    await call.backend.restart_context(sandbox, context)

@@ -1,0 +1,100 @@
+"""`cloche serve`: the keeper plus HTTP, one engine, one loop.
+
+Order of an end: on SIGTERM nothing new is accepted, requests under way get `server.drain_s` to finish, streams are told, then the keeper
+leaves and the engine ends its sandboxes. A second signal does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cloche import errors, interfaces, model, settings
+from cloche.server import keys
+from cloche.server.http import answering, doors, openapi
+from cloche.server.http.routes import TABLE
+
+_BACKLOG = 2048
+
+
+def make_app(
+    backend: interfaces.Backend,
+    known: keys.Keys,
+    config: settings.Settings,
+    *,
+    observe: answering.Observe = lambda *_: None,
+) -> Starlette:
+    entrance = doors.Doors(known, hosts=config.server.hosts, origins=config.server.origins)
+    answers = answering.Answers(backend, entrance, config, observe=observe)
+
+    async def describe(request: Request) -> Response:
+        return Response(openapi.encoded(TABLE), media_type="application/json")
+
+    async def unknown(request: Request, problem: Exception) -> Response:
+        status = getattr(problem, "status_code", 404)
+        code = "method_refused" if status == 405 else "route_not_found"
+        words = f"{request.method} {request.url.path[:200]} is not something this server does"
+        hint = "GET /openapi.json lists what it does"
+        response = answering.failure(errors.error(code, words, hint=hint), model.new_id())
+        allow = (getattr(problem, "headers", None) or {}).get("Allow")
+        if allow:
+            response.headers["Allow"] = allow
+        return response
+
+    return Starlette(
+        routes=[*answers.routes(TABLE), Route("/openapi.json", describe, include_in_schema=False)],
+        exception_handlers={404: unknown, 405: unknown},
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its hand on the process's signals: those are the keeper's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(app: Starlette, listener: socket.socket, config: settings.Settings) -> None:
+    """Serve until cancelled; then drain."""
+    server = Server(
+        uvicorn.Config(
+            app, loop="none", http="httptools", ws="websockets-sansio", log_config=None, access_log=False, lifespan="off",
+            server_header=False, date_header=False, timeout_keep_alive=75, backlog=_BACKLOG,
+            timeout_graceful_shutdown=int(config.server.drain_s) or 1, h11_max_incomplete_event_size=1 << 16,
+        )
+    )  # fmt: skip
+    running = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        await running
+        raise
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; an address that cannot be had is an error that says why."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except OSError as problem:
+        sock.close()
+        raise errors.error(
+            "address_unavailable",
+            f"cannot listen on {host}:{port}: {problem.strerror or problem}",
+            hint="choose another with --host and --port",
+        ) from None
+    sock.setblocking(False)
+    return sock
