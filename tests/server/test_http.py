@@ -108,6 +108,8 @@ def test_a_tenant_sees_only_its_own(served, http):
         refused(blue.delete(f"/v1/sandboxes/{mine['id']}"), "sandbox_not_found")
         refused(blue.get("/v1/events", params={"sandbox": mine["id"]}), "sandbox_not_found")
         refused(blue.get("/v1/events"), "scope_missing")
+        refused(blue.get("/v1/events/stream"), "scope_missing")
+        refused(blue.get("/v1/events/stream", params={"sandbox": mine["id"]}), "sandbox_not_found")
         assert [box["id"] for box in blue.get("/v1/sandboxes").json()["sandboxes"]] == [theirs["id"]]
         assert blue.get("/v1/sandboxes/same").json()["id"] == theirs["id"]
         assert {mine["id"], theirs["id"]} <= {
@@ -172,6 +174,7 @@ def test_a_dead_sandbox_a_missing_one_and_a_slow_command_are_three_things(http):
     http.delete(f"/v1/sandboxes/{made}")
     refused(http.post(f"/v1/sandboxes/{made}/exec", json={"command": "true"}), "sandbox_lost")
     refused(http.post("/v1/sandboxes/nobody/exec", json={"command": "true"}), "sandbox_not_found")
+    refused(http.get("/v1/sandboxes/nobody/executions/none/stream"), "sandbox_not_found")
 
 
 # ── what it does ───────────────────────────────────────────────────────────────────────────────────

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cloche import errors, interfaces, model, rpc, settings
+from cloche.server.guarding import Principal, guard
 from cloche.server.http import doors, operations, wire
 
 log = logging.getLogger("cloche.http")
@@ -31,36 +32,21 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEARTBEAT_S = 15.0
 _MOST_REMEMBERED = 10_000
 _REMEMBERED_S = 24 * 3600.0
+_PROBE = Principal("-", "", frozenset())
 
 
 class Call(NamedTuple):
     """One request, as its handler sees it."""
 
     backend: interfaces.Backend
-    principal: doors.Principal
+    """The engine as this caller may use it."""
+    principal: Principal
     defaults: settings.Defaults
     request: Request
     request_id: str
 
-    def name(self, sandbox: str) -> str:
-        """A sandbox's name as the engine knows it: names are unique per tenant."""
-        tenant = self.principal.tenant
-        return f"{tenant}/{sandbox}" if tenant and not _is_id(sandbox) else sandbox
-
-    def owns(self, info: model.SandboxInfo) -> bool:
-        return not self.principal.tenant or info.tenant == self.principal.tenant
-
     def spec(self, body: wire.Create, *, stay: bool = True) -> model.SandboxSpec:
-        """The spec of a sandbox that this caller asks for."""
-        if body.workspace is not None and not self.principal.host_paths:
-            raise errors.error(
-                "host_path_refused",
-                "a workspace is a directory of the server's host, which this caller may not name",
-                hint="upload files instead, or use the unix socket",
-                field="workspace",
-            )
-        spec = body.spec(self.defaults, stay=stay)
-        return msgspec.structs.replace(spec, tenant=self.principal.tenant)
+        return body.spec(self.defaults, stay=stay)
 
 
 Observe = Callable[[str, str, int, float], None]
@@ -105,13 +91,14 @@ class Answers:
             caller = "-"
             try:
                 self._doors.check_host(request.headers)
-                principal = doors.Principal("-", "", frozenset())
+                principal, backend = _PROBE, self._backend
                 if operation.scope is not None:
                     principal = self._doors.principal(request.headers)
                     caller = principal.name
-                    doors.require(principal, operation.scope)
+                    principal.require(operation.scope)
                     self._rates.take(principal.name)
-                call = Call(self._backend, principal, self._config.defaults, request, request_id)
+                    backend = guard(self._backend, principal)
+                call = Call(backend, principal, self._config.defaults, request, request_id)
                 response = await self._answer(operation, call)
             except ClientDisconnect:
                 response = Response(status_code=499)
@@ -135,8 +122,6 @@ class Answers:
         arguments = _places(operation, call)
         query = _query(operation, call.request)
         body = await self._body(operation, call.request)
-        if "sandbox" in operation.places:
-            await self._check_tenant(call, arguments)
         if operation.body is not None:
             arguments["body"] = body
         key = call.request.headers.get("idempotency-key")
@@ -162,15 +147,6 @@ class Answers:
         if isinstance(result, bytes):
             return Response(result, media_type="application/octet-stream", status_code=operation.status)
         return Response(rpc.encode(result), media_type="application/json", status_code=operation.status)
-
-    async def _check_tenant(self, call: Call, arguments: dict[str, Any]) -> None:
-        if not call.principal.tenant:
-            return
-        named = arguments["sandbox"]
-        info = await self._backend.info(call.name(named))
-        if not call.owns(info):
-            raise errors.error("sandbox_not_found", f"there is no sandbox {named!r}")
-        arguments["sandbox"] = info.id
 
     async def _body(self, operation: operations.Operation, request: Request) -> Any:
         if operation.body is None:
@@ -310,10 +286,6 @@ async def _close(events: AsyncIterator[Any]) -> None:
 def _request_id(request: Request) -> str:
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else model.new_id()
-
-
-def _is_id(text: str) -> bool:
-    return len(text) == model.ID_LENGTH and text.isalnum()
 
 
 def _places(operation: operations.Operation, call: Call) -> dict[str, Any]:

@@ -10,23 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from starlette.datastructures import Headers
 
 from cloche import errors
 from cloche.server import keys
-
-
-class Principal(NamedTuple):
-    name: str
-    tenant: str
-    scopes: frozenset[str]
-    host_paths: bool = False
-    """Whether paths of the server's host mean anything from this caller."""
-
-    def may(self, scope: str) -> bool:
-        return "*" in self.scopes or scope in self.scopes
+from cloche.server.guarding import Principal
 
 
 class Doors:
@@ -63,13 +52,3 @@ class Doors:
             )
         key = self._keys.check(secret)
         return Principal(key.name, key.tenant, frozenset(key.scopes))
-
-
-def require(principal: Principal, scope: str) -> None:
-    if not principal.may(scope):
-        raise errors.error(
-            "scope_missing",
-            f"the key {principal.name!r} lacks the scope {scope!r}",
-            hint=f"`cloche key create NAME --scope {scope}`",
-            scope=scope,
-        )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from cloche import errors, model
+from cloche.server.guarding import opened
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
 from cloche.server.http.operations import Event, Stream
@@ -70,7 +71,7 @@ async def follow_execution(
     """
     last = last_event_id(call)
     after = after if last is None else last + 1
-    return Stream(exec_events(call.backend.attach(sandbox, execution, after, wait)))
+    return Stream(exec_events(await opened(call.backend.attach(sandbox, execution, after, wait))))
 
 
 def last_event_id(call: Call) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from cloche import model
+from cloche.server.guarding import opened
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
 from cloche.server.http.operations import Event, Stream
@@ -83,7 +84,8 @@ async def watch_files(
     call: Call, sandbox: str, *, path: str = ".", recursive: bool = False, user: str = "user"
 ) -> Stream[model.FileEvent]:
     """Watch a directory, as server-sent events named after what happened."""
-    return Stream(_events(call.backend.watch_files(sandbox, path, recursive, user)))
+    watched = call.backend.watch_files(sandbox, path, recursive, user)
+    return Stream(_events(await opened(watched)))
 
 
 async def _events(watched: AsyncIterator[model.FileEvent]) -> AsyncIterator[Event]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from cloche import __version__, errors
+from cloche.server.guarding import opened
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
 from cloche.server.http.operations import Event, Stream
@@ -28,7 +29,6 @@ async def list_events(
     """What happened, oldest first. `next_cursor` is the `after` of the next page."""
     if not 1 <= limit <= _MOST:
         raise errors.error("limit_invalid", f"limit is {limit}; it must be 1 to {_MOST}", field="limit")
-    await _check(call, sandbox)
     found = await call.backend.events(after, sandbox, limit)
     more = str(found[-1]["seq"]) if len(found) == limit else None
     return wire.Events(events=tuple(found), next_cursor=more)
@@ -37,21 +37,9 @@ async def list_events(
 @operation("GET", "/v1/events/stream", scope="events")
 async def follow_events(call: Call, *, after: int = 0, sandbox: str | None = None) -> Stream[dict[str, Any]]:
     """Follow what happens, as server-sent events named by their kind; `Last-Event-ID` goes on from there."""
-    await _check(call, sandbox)
     last = last_event_id(call)
-    return Stream(_events(call.backend.follow_events(after if last is None else last, sandbox)))
-
-
-async def _check(call: Call, sandbox: str | None) -> None:
-    """A tenant may look at its own sandboxes' events, and the journal as a whole is the operator's."""
-    if call.principal.tenant:
-        if sandbox is None:
-            raise errors.error(
-                "scope_missing", "the whole journal is the operator's", hint="give `sandbox`", scope="admin"
-            )
-        info = await call.backend.info(call.name(sandbox))
-        if not call.owns(info):
-            raise errors.error("sandbox_not_found", f"there is no sandbox {sandbox!r}")
+    followed = call.backend.follow_events(after if last is None else last, sandbox)
+    return Stream(_events(await opened(followed)))
 
 
 async def _events(followed: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:

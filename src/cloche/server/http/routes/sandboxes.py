@@ -36,8 +36,7 @@ async def list_sandboxes(
     key, separator, value = (label or "").partition("=")
     if label is not None and not separator:
         raise errors.error("argument_invalid", f"the label {label!r} is not key=value", field="label")
-    mine = [info for info in await call.backend.list() if call.owns(info)]
-    chosen = [info for info in mine if label is None or info.labels.get(key) == value]
+    chosen = [i for i in await call.backend.list() if label is None or i.labels.get(key) == value]
     chosen.sort(key=lambda info: (info.created_at, info.id))
     if cursor is not None:
         chosen = _after(chosen, cursor)

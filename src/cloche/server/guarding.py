@@ -1,0 +1,170 @@
+"""One check of who may do what to which sandbox, for every wire.
+
+`guard(backend, principal)` is the backend as one caller sees it. Every method of `interfaces.Backend` has its scope in `SCOPES`; one
+that is not listed there is refused, so a new method is closed until somebody has thought about it. A caller with a tenant sees that
+tenant's sandboxes: what it names is looked up first, and another tenant's is `sandbox_not_found`, in the words for one that never was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from cloche import errors, interfaces, model, rpc
+
+T = TypeVar("T")
+
+SCOPES: dict[str, str] = dict(
+    pair
+    for scope, methods in {
+        "sandboxes": "create info list delete extend suspend resume usage",
+        "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code "
+        "interrupt_context restart_context delete_context",
+        "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
+        "upload_tree download_tree diff apply workspace_report",
+        "events": "events follow_events",
+        "admin": "sweep",
+    }.items()
+    for pair in ((method, scope) for method in methods.split())
+)
+
+_OPERATORS = frozenset(("sweep",))
+"""What concerns the whole machine, and no tenant."""
+
+
+class Principal(NamedTuple):
+    """Who calls, as the rest of the house knows it."""
+
+    name: str
+    tenant: str
+    scopes: frozenset[str]
+    host_paths: bool = False
+    """Whether paths of the server's host mean anything from this caller."""
+
+    def may(self, scope: str) -> bool:
+        return "*" in self.scopes or scope in self.scopes
+
+    def require(self, scope: str) -> None:
+        if not self.may(scope):
+            raise errors.error(
+                "scope_missing",
+                f"the key {self.name!r} lacks the scope {scope!r}",
+                hint=f"`cloche key create NAME --scope {scope}`",
+                scope=scope,
+            )
+
+
+def guard(backend: interfaces.Backend, principal: Principal) -> interfaces.Backend:
+    return cast(interfaces.Backend, Guarded(backend, principal))
+
+
+class Guarded:
+    """Answers `interfaces.Backend` by asking first; see `__getattr__`."""
+
+    def __init__(self, backend: interfaces.Backend, principal: Principal) -> None:
+        self.where = backend.where
+        self._backend = backend
+        self._principal = principal
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = rpc.methods().get(name)
+        if method is None:
+            raise AttributeError(name)
+        signature = inspect.signature(getattr(self._backend, name))
+
+        def call(*positional: Any, **named: Any) -> Any:
+            given = dict(signature.bind(*positional, **named).arguments)
+            return Opening(self._open(name, given)) if method.streams else self._ask(name, given)
+
+        return call
+
+    async def aclose(self) -> None:
+        """The engine is not this caller's to close."""
+
+    async def _ask(self, name: str, given: dict[str, Any]) -> Any:
+        await self._check(name, given)
+        result = await getattr(self._backend, name)(**given)
+        if name == "list" and self._principal.tenant:
+            return [info for info in result if info.tenant == self._principal.tenant]
+        return result
+
+    async def _open(self, name: str, given: dict[str, Any]) -> AsyncIterator[Any]:
+        await self._check(name, given)
+        found: AsyncIterator[Any] = getattr(self._backend, name)(**given)
+        return found
+
+    async def _check(self, name: str, given: dict[str, Any]) -> None:
+        """Refuse, or bring the arguments into the shape in which they may pass."""
+        caller = self._principal
+        caller.require(SCOPES.get(name, "admin"))
+        if "spec" in given and isinstance(given["spec"], model.SandboxSpec):
+            given["spec"] = self._own(given["spec"])
+        if not caller.tenant:
+            return
+        named = given.get("sandbox")
+        if name in _OPERATORS or (SCOPES.get(name) == "events" and named is None):
+            raise errors.error(
+                "scope_missing", f"{name} is the operator's", hint="use a key without a tenant", scope="admin"
+            )
+        if named is not None:
+            given["sandbox"] = await self._find(named)
+
+    async def _find(self, named: str) -> str:
+        tenant = self._principal.tenant
+        missing = errors.error(
+            "sandbox_not_found", f"there is no sandbox {named!r}", hint="`cloche list` shows what is there"
+        )
+        for known_as in (named, f"{tenant}/{named}"):
+            try:
+                info = await self._backend.info(known_as)
+            except errors.NotFound:
+                continue
+            if info.tenant == tenant:
+                return info.id
+        raise missing
+
+    def _own(self, spec: model.SandboxSpec) -> model.SandboxSpec:
+        if not self._principal.host_paths and spec.workspace is not None:
+            raise errors.error(
+                "host_path_refused",
+                "a workspace is a directory of the server's host, which this caller may not name",
+                hint="upload files instead, or use the unix socket",
+                field="workspace",
+            )
+        return msgspec.structs.replace(spec, tenant=self._principal.tenant)
+
+
+interfaces.Backend.register(Guarded)
+
+
+class Opening(AsyncIterator[Any]):
+    """A stream that is opened by its first step, or before it by `opened`, so that a refusal can still be an answer."""
+
+    def __init__(self, opening: Coroutine[Any, Any, AsyncIterator[Any]]) -> None:
+        self._opening: Coroutine[Any, Any, AsyncIterator[Any]] | None = opening
+        self._items: AsyncIterator[Any] | None = None
+
+    async def open(self) -> AsyncIterator[Any]:
+        if self._items is None:
+            assert self._opening is not None
+            opening, self._opening = self._opening, None
+            self._items = await opening
+        return self._items
+
+    async def __anext__(self) -> Any:
+        return await anext(await self.open())
+
+    async def aclose(self) -> None:
+        if self._opening is not None:
+            self._opening.close()
+        close = getattr(self._items, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def opened(stream: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The stream, which has passed its checks; raises what they refuse."""
+    return await stream.open() if isinstance(stream, Opening) else stream
