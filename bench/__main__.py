@@ -35,6 +35,7 @@ ROWS: dict[str, Measurement] = {
     "row8": throughput.sustained,
     "row9": leaks.leftovers,
     "row10": latency.pause,
+    "row11": latency.audit,
 }
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGE = os.path.join(_ROOT, "docs", "benchmarks.md")

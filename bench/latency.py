@@ -1,4 +1,4 @@
-"""Rows 1 to 5 and 10: how long one caller waits for one thing, through the synchronous SDK.
+"""Rows 1 to 5, 10 and 11: how long one caller waits for one thing, through the synchronous SDK.
 
 Cold means: no sandbox waits for the caller. The engine runs, and its launcher keeps an *embryo* (a forked process with
 namespaces, a cgroup and a disk, but no root, no filter, no limits, nobody's) as it does for every caller. Row 2 gives it
@@ -199,4 +199,39 @@ def pause(bench: setup.Bench) -> list[records.Row]:
             (row.beside[0], setup.timed(lambda: box.exec(["true"]))),
             (row.beside[1], setup.timed(baselines.run_true)),
         )
+    return [row]
+
+
+def audit(bench: setup.Bench) -> list[records.Row]:
+    """Row 11: what the audit log adds to an execution, its two lines masked, hashed and handed to the kernel."""
+    from cloche import events, settings
+    from cloche.audit import writing
+
+    log = writing.Log(os.path.join(bench.scratch, "audited"), settings.Audit(), "bench:1")
+    row = records.Row(
+        key="row11", name="audit: the two lines of an execution", boundary="two events are handed over → both lines are the kernel's",
+        subject=records.Series(name="cloche"), bars=[records.Bar(value=0.05)],
+    )  # fmt: skip
+    for number in range(bench.count(2000)):
+        start = time.perf_counter()
+        log.append(
+            log.masked(
+                events.Started(
+                    sandbox="k" * 20,
+                    time=number,
+                    actor="uid:0",
+                    execution="e" * 20,
+                    command="python3 -m pytest -q tests",
+                )
+            )
+        )
+        log.flush()
+        log.append(
+            events.Exited(sandbox="k" * 20, time=number, actor="guest", execution="e" * 20, exit_code=0)
+        )
+        due = log.flush()
+        row.subject.add((time.perf_counter() - start) * 1000)
+        if due:
+            log.tend()  # in a thread, elsewhere
+    log.close()
     return [row]

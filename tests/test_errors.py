@@ -22,7 +22,7 @@ NO_NOUN = {
 }  # fmt: skip
 NOUNS = {
     "action", "address", "body", "claim", "key", "method", "pool", "rate", "route", "scope", "snapshot", "startup", "version", "volume",
-    "apply", "argument", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
+    "apply", "argument", "audit", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
     "execution", "field", "file", "flag", "guest", "host", "internal", "isolation", "kernel", "language", "launcher",
     "limit", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "sandbox", "server",
     "settings", "signal", "socket", "state", "template", "user", "wait", "workspace",

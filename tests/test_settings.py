@@ -19,6 +19,7 @@ GROUPS = {
     "keeper": settings.Keeper,
     "guest": settings.Guest,
     "server": settings.Server,
+    "audit": settings.Audit,
 }
 
 
@@ -355,3 +356,16 @@ def spelled(default: object) -> str:
             )
         case _:
             return str(default)
+
+
+def test_a_pattern_that_is_none_is_told_with_its_place(user, tmp_path):
+    file = tmp_path / ".config/cloche/settings.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('[audit]\nredact = ["fine",\n  "(unclosed"]\n')
+    with pytest.raises(errors.InvalidInput) as refused:
+        settings.load(user)
+    assert refused.value.code == "settings_invalid"
+    assert "line 3" in refused.value.message or "line 2" in refused.value.message
+    assert "'(unclosed' is not a regular expression" in refused.value.message
+    file.write_text('[audit]\nredact = ["project-\\\\w+"]\n')
+    assert settings.load(user).audit.redact == (r"project-\w+",)

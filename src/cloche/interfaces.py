@@ -416,3 +416,39 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+class Audit(ABC):
+    """What was done, kept so that a change to it shows. Fed by the journal, an event at a time."""
+
+    @abstractmethod
+    def masked(self, event: events.AnyEvent) -> events.AnyEvent:
+        """The event without what looks like a credential: as it may be kept, here and elsewhere."""
+
+    @abstractmethod
+    def append(self, event: events.AnyEvent) -> None:
+        """Take it. Never fails: `problem` and `check` tell."""
+
+    @abstractmethod
+    def flush(self) -> bool:
+        """Hand what was taken to the kernel, which takes microseconds; whether `tend` has work."""
+
+    @abstractmethod
+    def tend(self) -> None:
+        """Sign and sync what is due. Blocks."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse (`audit_unavailable`) if the owner wants nothing done that could not be recorded, and it could not."""
+
+    @property
+    @abstractmethod
+    def problem(self) -> str | None:
+        """Why the log cannot be written now, in a sentence."""
+
+    @abstractmethod
+    def recover(self) -> list[str]:
+        """Sign what dead writers left, remove what is too old; the names of both. Blocks."""
+
+    @abstractmethod
+    def close(self) -> None: ...

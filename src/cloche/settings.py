@@ -150,6 +150,34 @@ class Server(Group, frozen=True, kw_only=True):
     """Seconds that requests under way get to finish when the server is told to stop."""
 
 
+class Audit(Group, frozen=True, kw_only=True):
+    """The record of who did what (`cloche audit`)."""
+
+    enabled: bool = True
+    """Whether there is one. It costs an execution some microseconds and a day of heavy use some megabytes."""
+
+    on_failure: Literal["warn", "refuse"] = "warn"
+    """What happens when the record cannot be written or signed, because the disk is full, say. `warn` goes on, says so with
+    every sandbox that is made, and writes what waits when it can. `refuse` answers `audit_unavailable` to everything
+    that would need a line. `warn`, because the glass holds without a record; choose `refuse` where the record is the point."""
+
+    max_segment_mib: Positive = 16
+    """MiB after which a writer begins another file. Each is signed when it is full, and after a day in any case; 16 MiB are
+    about 40,000 lines, and are checked in a second."""
+
+    keep_days: Positive | None = 90
+    """Days after its last line that a file is kept; `"none"` keeps all. Removing one is itself recorded, so that a gap is
+    known from a theft."""
+
+    fsync: bool = False
+    """Whether lines are forced to disk as they come. Without it a crash of Cloche loses nothing, a loss of power may lose
+    the last seconds, and what was signed is on disk either way. With it every busy moment costs a disk's write."""
+
+    redact: tuple[str, ...] = ()
+    """Regular expressions; what they match in commands and messages becomes `***`, in the audit log and in `cloche events`.
+    Arguments that look like a password, token or key are masked in any case."""
+
+
 class Settings(Group, frozen=True, kw_only=True):
     """Everything that was chosen, from wherever."""
 
@@ -169,6 +197,7 @@ class Settings(Group, frozen=True, kw_only=True):
     keeper: Keeper = Keeper()
     guest: Guest = Guest()
     server: Server = Server()
+    audit: Audit = Audit()
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -328,6 +357,12 @@ def _from_file(file: _File, home: str) -> Settings:
     except errors.ClocheError as problem:
         place = ("defaults", "resources", str(problem.details["field"]))
         raise file.wrong(place, problem.message, hint=problem.hint or "") from None
+    for index, pattern in enumerate(chosen.audit.redact):
+        try:
+            re.compile(pattern)
+        except re.error as problem:
+            message = f"{pattern!r} is not a regular expression: {problem}"
+            raise file.wrong(("audit", "redact", index), message, hint="see Python's `re`") from None
     return chosen
 
 

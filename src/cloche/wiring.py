@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache
 
-from cloche import engine, interfaces, policy, settings, store
+from cloche import engine, events, interfaces, policy, settings, store
 from cloche.drivers import namespaces, spawning
 from cloche.guest import interpreter, shells
 from cloche.linux import processes
@@ -74,6 +74,34 @@ def owner() -> str:
     return f"{os.getpid()}:{processes.start_time(os.getpid())}"
 
 
+def _audit(config: settings.Settings, who: str, *, once: bool) -> interfaces.Audit | None:
+    """An engine that goes at once leaves the signing, which needs a slow import, to one that stays."""
+    if not config.audit.enabled:
+        return None
+    from cloche.audit import writing
+
+    return writing.Log(config.home, config.audit, who, seal_later=once)
+
+
+def record(environment: Mapping[str, str], event: events.AnyEvent) -> str | None:
+    """Put one act on record that is done without an engine, before it is done; why it could not be, if that may be."""
+    config = settings.load(environment)
+    settings.make_home(config.home)
+    problem = None
+    log = _audit(config, owner(), once=True)
+    if log is not None:
+        event = log.masked(event)
+        log.append(event)
+        log.flush()
+        log.check()
+        log.close()
+        problem = log.problem
+    kept = store.Store(config.state_path)
+    kept.record([event])
+    kept.close()
+    return problem
+
+
 def make_engine(
     environment: Mapping[str, str],
     *,
@@ -89,13 +117,15 @@ def make_engine(
     """
     config = config or settings.load(environment)
     settings.make_home(config.home)
+    who = owner()
     return engine.Engine(
         config,
         store.Store(config.state_path),
         drivers(config.home, launch, embryos=0 if once else 2),
-        owner=owner(),
+        owner=who,
         interpreters=interpreters(),
         workspaces=Workspaces(config.home, environment),
         where=where,
+        audit=_audit(config, who, once=once),
         warm=config.keeper.warm_sandboxes if warm else 0,
     )

@@ -40,6 +40,7 @@ VERBS: dict[str, Verb] = {
     "suspend": Verb("sandboxes", "stop everything in a sandbox where it stands"),
     "resume": Verb("sandboxes", "let a suspended sandbox go on"),
     "events": Verb("history", "what happened, oldest first"),
+    "audit": Verb("auditing", "who did what, and whether the record of it is whole"),
     "usage": Verb("sandboxes", "what sandboxes cost now"),
     "serve": Verb("serving", "serve HTTP and the local socket until stopped"),
     "key": Verb("keys", "the keys of the server: create, list, revoke"),

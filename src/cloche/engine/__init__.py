@@ -12,13 +12,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from cloche import errors, events, interfaces, model, policy, settings
 from cloche.engine import contexts as code_contexts
-from cloche.engine import execution, files, journal, placement, reaping, sandboxes
+from cloche.engine import execution, files, journal, placement, reaping, refusals, sandboxes
 
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
 
@@ -31,6 +31,7 @@ class SystemClock:
         return time.monotonic()
 
 
+@refusals.recorded
 class Engine(interfaces.Backend):
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Engine(interfaces.Backend):
         workspaces: interfaces.Workspaces,
         where: str = "in process",
         clock: interfaces.Clock | None = None,
+        audit: interfaces.Audit | None = None,
         warm: int = 0,
     ) -> None:
         self.where = where
@@ -59,7 +61,8 @@ class Engine(interfaces.Backend):
         self._reports: dict[str, model.WorkspaceReport] = {}
         self._creating = 0
         self._store = store
-        self._journal = journal.Journal(store)
+        self._audit = audit
+        self._journal = journal.Journal(store, audit)
         self._reaper = reaping.Reaper(self._clock, lambda: list(self._sandboxes.values()), self._expire)
         self._warm = reaping.Warm(self._make_machine, warm)
         self._background: set[asyncio.Task[Any]] = set()
@@ -117,6 +120,8 @@ class Engine(interfaces.Backend):
         if rules.network.mode != "off":
             asked = f"the profile {spec.profile!r} asks for a network; it is off in this version"
             machine.warnings = (*machine.warnings, asked)
+        if self._audit is not None and self._audit.problem is not None:
+            machine.warnings = (*machine.warnings, self._audit.problem)
         machine.ended.add_done_callback(lambda future: self._machine_ended(made, future))
         self._reaper.look_again(made)
         info = made.info(server=self.where, owner=self.owner)
@@ -236,7 +241,9 @@ class Engine(interfaces.Backend):
 
     async def apply(self, sandbox: str, paths: builtins.list[str] | None = None) -> builtins.list[str]:
         lent, upper = self._overlaid(sandbox)
-        return await asyncio.to_thread(lent.apply, upper, paths)
+        applied = await asyncio.to_thread(lent.apply, upper, paths)
+        self._files_changed(sandbox, "applied", applied[0] if applied else "", count=len(applied))
+        return applied
 
     async def workspace_report(self, sandbox: str) -> model.WorkspaceReport:
         """What a sandbox that has ended did to its workspace's control files."""
@@ -474,12 +481,17 @@ class Engine(interfaces.Backend):
         self, sandbox: str, path: str, target: str, overwrite: bool = True, user: str = "user"
     ) -> None:
         await files.move(await self._machine(sandbox), path, target, user=user, overwrite=overwrite)
+        self._files_changed(sandbox, "moved", path, target)
 
     async def remove_file(self, sandbox: str, path: str, recursive: bool = False, user: str = "user") -> None:
         await files.remove(await self._machine(sandbox), path, user=user, recursive=recursive)
+        self._files_changed(sandbox, "removed", path)
 
     async def make_dir(self, sandbox: str, path: str, user: str = "user") -> bool:
-        return await files.make_dir(await self._machine(sandbox), path, user=user)
+        made = await files.make_dir(await self._machine(sandbox), path, user=user)
+        if made:
+            self._files_changed(sandbox, "directory_made", path)
+        return made
 
     async def watch_files(
         self, sandbox: str, path: str, recursive: bool = False, user: str = "user"
@@ -490,10 +502,32 @@ class Engine(interfaces.Backend):
             yield event
 
     async def upload_tree(self, sandbox: str, path: str, archive: bytes, user: str = "user") -> int:
-        return await files.upload_tree(await self._machine(sandbox), path, archive, user=user)
+        count = await files.upload_tree(await self._machine(sandbox), path, archive, user=user)
+        self._files_changed(sandbox, "uploaded", path, count=count)
+        return count
 
     async def download_tree(self, sandbox: str, path: str, user: str = "user") -> bytes:
         return await files.download_tree(await self._machine(sandbox), path, user=user)
+
+    def _files_changed(
+        self,
+        sandbox: str,
+        change: Literal["uploaded", "moved", "removed", "directory_made", "applied"],
+        path: str,
+        target: str | None = None,
+        count: int = 1,
+    ) -> None:
+        self._journal.append(
+            events.FilesChanged(
+                sandbox=self._find(sandbox).id,
+                time=self._clock.time(),
+                actor=self._actor,
+                change=change,
+                path=path,
+                target=target,
+                count=count,
+            )
+        )
 
     # ── contexts ────────────────────────────────────────────────────────────────────────────────
 
@@ -515,14 +549,40 @@ class Engine(interfaces.Backend):
         await found.wake()
         found.touch()
         chosen = await found.context(context, language)
+        execution = model.new_id()
+        began = self._clock.time()
+        self._journal.append(
+            events.Started(
+                sandbox=found.id,
+                time=began,
+                actor=self._actor,
+                execution=execution,
+                command=code,
+                context=chosen.id,
+            )
+        )
+        failed = True
         try:
-            return await chosen.run(code, env=env, timeout_s=timeout_s)
+            result = await chosen.run(code, env=env, timeout_s=timeout_s)
+            failed = result.error is not None
+            return result
         except errors.SandboxLost:
             if context is None:  # the default context is replaced by a fresh one next time
                 found.contexts.pop(chosen.id, None)
             raise
         finally:
             found.touch()
+            now = self._clock.time()
+            self._journal.append(
+                events.Exited(
+                    sandbox=found.id,
+                    time=now,
+                    actor="guest",
+                    execution=execution,
+                    exit_code=1 if failed else 0,
+                    duration_ms=(now - began) * 1000,
+                )
+            )
 
     async def _context(self, sandbox: str, context: str) -> code_contexts.Context:
         found = self._find(sandbox)
@@ -554,7 +614,17 @@ class Engine(interfaces.Backend):
         """Remove what dead engines left behind: their cgroups, files, workspace stubs; their sandboxes are lost."""
         with suppress(errors.ClocheError):
             await self._placement.choose("process")
-        return await self._sweep()
+        swept = await self._sweep()
+        self._journal.append(
+            events.Administered(
+                sandbox=None,
+                time=self._clock.time(),
+                actor=self._actor,
+                operation="swept",
+                detail=f"{len(swept)} remains",
+            )
+        )
+        return swept
 
     async def _sweep_quietly(self) -> None:
         """Once per engine, beside the first sandbox; who fails here has `cloche gc` to see why."""
@@ -567,7 +637,41 @@ class Engine(interfaces.Backend):
             swept += await asyncio.to_thread(driver.sweep, set())
         swept += await asyncio.to_thread(self._workspaces.sweep)
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
+        for info in lost:
+            self._journal.audit(
+                events.Lost(
+                    sandbox=info.id,
+                    time=self._clock.time(),
+                    actor="sweeper",
+                    reason=info.reason or "lost",
+                    owner=info.owner,
+                )
+            )
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.recover)
         return swept + [info.id for info in lost]
+
+    def check_audit(self) -> None:
+        """Whether anything may be done that needs a record."""
+        if self._audit is not None:
+            self._audit.check()
+
+    def settle_audit(self) -> None:
+        self._journal.settle_audit()
+
+    def record_refusal(self, operation: str, sandbox: str | None, code: str, message: str) -> None:
+        if self._closed:
+            return
+        self._journal.append(
+            events.Refused(
+                sandbox=self._names.get(sandbox or "", sandbox),
+                time=self._clock.time(),
+                actor=self._actor,
+                operation=operation,
+                code=code,
+                message=message,
+            )
+        )
 
     @property
     def live(self) -> int:
@@ -593,7 +697,7 @@ class Engine(interfaces.Backend):
         await self._warm.close()
         await self._placement.close()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await self._journal.flush()
+        await self._journal.close()
         self._store.close()
 
 
