@@ -149,6 +149,7 @@ TABLE: dict[str, Face] = {
     "server_version_mismatch": Face(426, 125, -32603, "UpgradeRequired"),
     "connection_lost": _AWAY,
     "audit_unavailable": _AWAY,
+    "network_unavailable": _AWAY,
     # asked for
     "command_failed": Face(422, 1, -32603, "CommandFailed"),
     # ours
@@ -276,7 +277,9 @@ _CODES: dict[type[ClocheError], str] = {
     SandboxLost: "sandbox_lost sandbox_expired context_lost",
     CapacityExceeded: "capacity_exceeded rate_exceeded disk_full wait_timeout",
     NotSupported: "linux_only kernel_feature_missing needs_subuids not_supported_by_driver",
-    ServerUnavailable: "server_unavailable server_version_mismatch connection_lost audit_unavailable",
+    ServerUnavailable: (
+        "server_unavailable server_version_mismatch connection_lost audit_unavailable network_unavailable"
+    ),
     CommandFailed: "command_failed",
     InternalError: "internal_error",
 }

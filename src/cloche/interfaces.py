@@ -10,9 +10,9 @@ import asyncio
 import builtins
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from cloche import events, model, policy
+from cloche import errors, events, model, policy
 
 
 class Clock(Protocol):
@@ -134,6 +134,76 @@ class Workspaces(ABC):
         """Finish what dead engines left; the sandboxes concerned."""
 
 
+class Capture(NamedTuple):
+    """A sandbox's end of the network: sockets made inside it, as (role, descriptor), for an `Egress` to accept on. The
+    holder closes them. `how` is `nft` where every connection is led to them; otherwise `note` says what is missing."""
+
+    sockets: tuple[tuple[str, int], ...]
+    how: str
+    note: str = ""
+
+
+class Flow(NamedTuple):
+    """A connection out of a sandbox was decided on, or has ended. What it says was checked; what it names is not ours."""
+
+    sandbox: str
+    stage: Literal["decided", "closed"]
+    verdict: Literal["allow", "deny"]
+    operation: str
+    target: str
+    reason: str
+    rule: str = ""
+    source: str = ""
+    method: str = ""
+    address: str = ""
+    peer: tuple[str, int] | None = None
+    """The client's end inside: address and port."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+    duration_ms: float = 0
+    dropped: int = 0
+    denial: model.Denial | None = None
+
+
+class Egress(ABC):
+    """The one way out for all sandboxes of an engine.
+
+    `attach`, `update` and `detach` return when it is so; while the process behind is being replaced they wait for it, and
+    raise `network_unavailable` if it does not come. Nothing is let through in between. A refused client hears of it after
+    `on_flow` has returned.
+    """
+
+    on_flow: Callable[[Flow], None]
+    on_fault: Callable[[str], None]
+    """Called with the reason when no sandbox has a network any more, and with "" when all have it back."""
+
+    @abstractmethod
+    def check(self, network: policy.Network) -> None:
+        """Raise `policy_invalid` for rules that cannot be."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Get ready; also done by the first `attach`."""
+
+    @abstractmethod
+    def environment(self) -> dict[str, str]:
+        """Variables that lead programs inside to the proxy."""
+
+    @abstractmethod
+    async def attach(self, sandbox: str, capture: Capture, network: policy.Network) -> None: ...
+
+    @abstractmethod
+    async def update(self, sandbox: str, network: policy.Network) -> None:
+        """New rules; connections that they refuse have ended when this returns."""
+
+    @abstractmethod
+    async def detach(self, sandbox: str) -> None:
+        """Forget a sandbox; one that is not there is no error."""
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+
 class Machine(ABC):
     """One running sandbox.
 
@@ -178,6 +248,21 @@ class Machine(ABC):
     @abstractmethod
     async def connect(self, port: int) -> int:
         """A connected socket to a port inside, as a descriptor."""
+
+    async def capture(self) -> Capture:
+        """Make the sandbox's end of the network, once; without it every connection fails at once.
+
+        Raises `network_unavailable` if it cannot be made now, `not_supported_by_driver` if never.
+        """
+        raise errors.error(
+            "not_supported_by_driver",
+            f"sandboxes of the driver {self.isolation.driver!r} cannot have a network: connections could not be led to the rules",
+            hint="leave the network off, or run where `cloche doctor` shows the driver 'namespaces'",
+        )
+
+    def leader_of(self, peer: tuple[str, int]) -> int:
+        """The pid inside of the execution's leader whose process holds the socket bound to `peer`; 0 if unknown."""
+        return 0
 
     @abstractmethod
     def open_terminal(self) -> Terminal: ...
@@ -270,6 +355,14 @@ class Backend(ABC):
 
     @abstractmethod
     async def extend(self, sandbox: str, timeout_s: float | None) -> model.SandboxInfo: ...
+
+    @abstractmethod
+    async def get_policy(self, sandbox: str) -> policy.Merged:
+        """The rules that hold for a sandbox now."""
+
+    @abstractmethod
+    async def update_policy(self, sandbox: str, change: dict[str, Any]) -> policy.Merged:
+        """Replace fields of the group `network` of a live sandbox; the rules that hold when this returns."""
 
     @abstractmethod
     async def exec(self, sandbox: str, request: model.ExecRequest) -> model.ExecResult: ...

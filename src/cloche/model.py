@@ -415,6 +415,8 @@ class ExecResult(Noun, frozen=True, kw_only=True):
     cpu_ms: float = 0
     max_rss_mib: float = 0
     denials: tuple[Denial, ...] = ()
+    faults: tuple[str, ...] = ()
+    """What of ours failed while the command ran, each as a sentence: its outcome may be due to that."""
     isolation: Isolation
     execution: str = ""
     process: str | None = None

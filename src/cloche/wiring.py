@@ -62,6 +62,13 @@ class Workspaces(interfaces.Workspaces):
         return workspaces.LocalWorkspaces(self._home, self._environment)
 
 
+def egress() -> interfaces.Egress:
+    """Made at the first sandbox that has a network."""
+    from cloche.egress import outlet
+
+    return outlet.LocalEgress()
+
+
 def interpreters() -> dict[str, interfaces.Interpreter]:
     return {
         "python": interfaces.Interpreter(interpreter.command(), cache(interpreter.open_source), frames=True),
@@ -125,6 +132,7 @@ def make_engine(
         owner=who,
         interpreters=interpreters(),
         workspaces=Workspaces(config.home, environment),
+        egress=egress,
         where=where,
         audit=_audit(config, who, once=once),
         warm=config.keeper.warm_sandboxes if warm else 0,

@@ -62,8 +62,8 @@ def test_a_run_through_a_keeper_loads_next_to_nothing(kept, words):
     "words",
     [
         ["run"], ["run", "--"], ["run", "--nope", "--", "x"], ["run", "--memory"], ["run", "--memory", "x", "--", "y"],
-        ["run", "--memory", "nan", "--", "y"], ["run", "--memory", "inf", "--", "y"], ["run", "--network", "open", "--", "y"],
-        ["run", "--policy", "f", "--", "y"], ["run", "--help"], ["run", "-h"], ["run", "--allow=x", "--", "y"],
+        ["run", "--memory", "nan", "--", "y"], ["run", "--memory", "inf", "--", "y"], ["run", "--network", "opn", "--", "y"],
+        ["run", "--policy", "f", "--", "y"], ["run", "--help"], ["run", "-h"], ["run", "--allow=x", "--network=off", "--", "y"], ["run", "--resolve", "a:1", "--", "y"],
         ["run", "--tty=yes", "--", "y"], ["run", "--jsn", "y"], ["exec"], ["exec", "id"], ["exec", "id", "--"],
         ["exec", "--keep", "id", "--", "x"], ["exec", "--profile", "x", "id", "--", "y"],
     ],

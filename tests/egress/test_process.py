@@ -89,10 +89,11 @@ def test_a_proxy_that_cannot_start_is_an_error_for_those_who_wait_and_is_tried_a
             for _ in range(2):
                 with pytest.raises(errors.ClocheError) as caught:
                     await egress.attach("s1", [("proxy", listener)], make())
-                assert caught.value.code == "sandbox_create_failed"
+                assert caught.value.code == "network_unavailable"
             await egress.attach("s1", [("proxy", listener)], make())
             assert egress.pid
-            assert len(faults) == 2
+            assert len(faults) == 3
+            assert faults[-1] == ""
         finally:
             await egress.aclose()
             listener.close()

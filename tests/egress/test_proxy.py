@@ -65,6 +65,7 @@ class World:
         report = msgspec.convert(received[0], records.Report)
         if report.decision is not None:
             self.records.append(report.decision)
+            wire.send(self.engine, {"op": "seen", "id": report.decision.id})
         else:
             self.answers.append(report)
         self._changed.set()

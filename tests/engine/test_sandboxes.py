@@ -46,6 +46,7 @@ class Own:
             owner=wiring.owner(),
             interpreters=wiring.interpreters(),
             workspaces=workspaces.LocalWorkspaces(config.home, os.environ),
+            egress=wiring.egress,
             clock=self.clock,
         )
 

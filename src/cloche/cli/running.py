@@ -11,7 +11,6 @@ from cloche import errors
 from cloche.cli import client, talk, thin
 
 _SHELL = ["/bin/sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
-_RULES = ("allow", "deny", "resolve", "secret")
 
 
 def flags(parser: argparse.ArgumentParser, verb: str) -> None:
@@ -62,28 +61,29 @@ def spec_flags(parser: argparse.ArgumentParser) -> None:
     add("--disk", metavar="MIB", help="disk limit (default: 1024)")
     add("--workspace", metavar="DIR", help="show a directory at its own path, writable")
     add("--overlay", action="store_true", help="with --workspace: keep changes in a layer above it")
+    add("--network", metavar="MODE", choices=("off", "rules", "open"), help="off (default), rules or open")
     add(
-        "--network",
-        metavar="MODE",
-        choices=("off", "rules", "open"),
-        help="off (default); rules and open come later",
+        "--allow",
+        metavar="RULE",
+        action="append",
+        default=[],
+        help="a host that may be reached: pypi.org:443",
     )
-    add("--allow", metavar="RULE", action="append", default=[], help="a network rule (not available yet)")
-    add("--deny", metavar="RULE", action="append", default=[], help="a network rule (not available yet)")
+    add(
+        "--deny",
+        metavar="RULE",
+        action="append",
+        default=[],
+        help="one that may not, whatever else is allowed",
+    )
     add(
         "--resolve",
         metavar="HOST:PORT:ADDR:PORT",
         action="append",
         default=[],
-        help="a fixed address (not available yet)",
+        help="dial this address for it",
     )
-    add(
-        "--secret",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="a credential for bound hosts (not available yet)",
-    )
+    add("--secret", metavar="NAME", action="append", default=[], help="a stored credential for its hosts")
     add("--policy", metavar="FILE", help="a policy file (TOML)")
     add("--driver", metavar="NAME", help="the driver to use, where there are several")
     add("--minimum-isolation", metavar="LEVEL", help="process, namespaces (default), gvisor or microvm")
@@ -93,15 +93,20 @@ def options_from(chosen: argparse.Namespace) -> thin.Options:
     """The same meaning that the thin scan gives to each flag, from argparse's result."""
     options = thin.Options()
     given = vars(chosen)
-    refuse_network(given)
     for name, value in given.items():
         flag = "--" + name.replace("_", "-")
         if flag in thin.VALUED:
             for text in value if isinstance(value, list) else [value]:
                 if text is not None and not thin.apply(options, flag, text):
-                    raise errors.error("limit_invalid", f"{flag} is {text!r}, which is not a number")
+                    raise _unfit(flag, text)
+    if thin.contradicts(options):
+        raise errors.error(
+            "argument_invalid",
+            "--allow gives a network and --network off takes it",
+            hint="leave one of them out",
+        )
     if given.get("policy"):
-        options.spec["policy"] = _policy(chosen.policy)
+        options.spec["policy"] = _merged(_policy(chosen.policy), options.spec.get("policy", {}))
     if given.get("overlay"):
         options.spec["overlay"] = True
     options.json, options.keep, options.tty = chosen.json, bool(given.get("keep")), bool(given.get("tty"))
@@ -109,15 +114,29 @@ def options_from(chosen: argparse.Namespace) -> thin.Options:
     return options
 
 
-def refuse_network(given: dict[str, Any]) -> None:
-    asked = [f"--{name}" for name in _RULES if given.get(name)]
-    if given.get("network") not in (None, "off"):
-        asked.append(f"--network {given['network']}")
-    if asked:
-        raise errors.error(
-            "network_refused", f"{asked[0]}: network rules are not available in this version; the network is off",
-            hint=f"leave {asked[0].split()[0]} out; copy what the command needs in with --workspace or `cloche cp`",
+def _unfit(flag: str, text: str) -> errors.ClocheError:
+    if flag == "--resolve":
+        return errors.error(
+            "argument_invalid", f"--resolve is {text!r}, which is not HOST:PORT:ADDR:PORT",
+            hint="cloche run --resolve api.test:443:127.0.0.1:18443 …",
         )  # fmt: skip
+    return errors.error("limit_invalid", f"{flag} is {text!r}, which is not a number")
+
+
+def _merged(base: Any, said: Any) -> Any:
+    """A policy file with the flags added to it: lists grow, what is single is replaced."""
+    network = dict(base.get("network", {}))
+    flags = said.get("network", {})
+    if flags.get("allow") and network.get("mode") == "off":
+        del network["mode"]
+    for field, value in flags.items():
+        if isinstance(value, list):
+            network[field] = [*network.get(field, ()), *value]
+        elif isinstance(value, dict):
+            network[field] = {**network.get(field, {}), **value}
+        else:
+            network[field] = value
+    return {**base, "network": network} if network else base
 
 
 def _policy(path: str) -> Any:

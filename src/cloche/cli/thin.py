@@ -75,7 +75,10 @@ _TEXTS = {
     "--minimum-isolation": "minimum_isolation",
 }  # fmt: skip
 _LIMITS = {"--memory": "memory_mib", "--cpus": "cpus", "--pids": "pids", "--disk": "disk_mib"}
-VALUED = frozenset(("--env", "--cwd", "--timeout", "--workspace", "--network", "--user", *_TEXTS, *_LIMITS))
+_RULES = {"--network": "mode", "--allow": "allow", "--deny": "deny", "--resolve": "resolve"}
+VALUED = frozenset(
+    ("--env", "--cwd", "--timeout", "--workspace", "--user", "--secret", *_RULES, *_TEXTS, *_LIMITS)
+)
 _OF_EXEC = frozenset(("--env", "--cwd", "--timeout", "--user", "--tty", "--json"))
 
 
@@ -108,7 +111,12 @@ def scan(arguments: "list[str]") -> "Options | None":
             return None
     options.request["command"] = list(words)
     missing = not options.request["command"] or (verb == "exec" and options.sandbox is None)
-    return None if missing else options
+    return None if missing or contradicts(options) else options
+
+
+def contradicts(options: Options) -> bool:
+    network = options.spec.get("policy", {}).get("network", {})
+    return network.get("mode") == "off" and "allow" in network
 
 
 def apply(options: Options, flag: str, text: str) -> bool:
@@ -131,10 +139,26 @@ def apply(options: Options, flag: str, text: str) -> bool:
             options.request["env"][name] = os.environ[name]
     elif flag == "--workspace":
         options.spec["workspace"] = os.path.abspath(text)
-    elif flag == "--network":
-        return text == "off"
+    elif flag in _RULES:
+        return apply_rule(options.spec.setdefault("policy", {}).setdefault("network", {}), flag, text)
+    elif flag == "--secret":
+        options.spec.setdefault("secrets", []).append(text)
     else:
         options.request[flag[2:]] = text
+    return True
+
+
+def apply_rule(network: "dict[str, Any]", flag: str, text: str) -> bool:
+    if flag == "--network":
+        network["mode"] = text
+        return text in ("off", "rules", "open")
+    if flag == "--resolve":
+        # As curl writes it: HOST:PORT:ADDR:PORT, where ADDR may be an IPv6 address in brackets.
+        host, _, rest = text.partition(":")
+        port, _, target = rest.partition(":")
+        network.setdefault("resolve", {})[f"{host}:{port}"] = target
+        return bool(host and port and target)
+    network.setdefault(_RULES[flag], []).append(text)
     return True
 
 

@@ -77,6 +77,12 @@ class HeldMachine(machine.GuestMachine):
         """The first process, as the host counts; -1 once it has ended."""
         return processes.pid_of(self._pidfd) if self._pidfd >= 0 else -1
 
+    def leader_of(self, peer: tuple[str, int]) -> int:
+        if self._pidfd < 0:
+            return 0
+        holder = processes.socket_holder(self.host_pid, *peer)
+        return processes.session_inside(holder) if holder else 0
+
     def usage(self) -> interfaces.Usage:
         if self._group is not None:
             stats = self._group.stats()

@@ -10,7 +10,7 @@ namespace, one per sandbox, in which it owns nothing, and becomes the agent.
 
 While nothing is asked it prepares what the next sandbox will need (`namespaces.Blank`).
 
-Imports: standard library, `linux`, `guest`. Run as `python -I -S -c …` by drivers/spawning.py.
+Imports: standard library, `linux`, `guest`, `egress.capture`. Run as `python -I -S -c …` by drivers/spawning.py.
 """
 
 import errno
@@ -24,6 +24,7 @@ import sys
 import time
 
 from cloche.drivers import narrow
+from cloche.egress import capture
 from cloche.guest import agent, calls, wire
 from cloche.linux import landlock, loops, mounts, namespaces, seccomp, syscalls
 
@@ -45,6 +46,7 @@ class Launcher:
         self.children: dict[int, tuple[str, int]] = {}  # pid → sandbox id, slot
         self.groups: dict[int, list[str]] = {}  # pid → the files by which it joined its groups
         self.own_pidns = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.own_netns = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self.stage = mounts.make_stage(str(config["stage"]))
         self.filters: dict[str, bytes] = {}
         self.lower_maps: dict[int, int] = {}
@@ -105,6 +107,8 @@ class Launcher:
                 self.prepare(message, fds)
             elif message["op"] == "mount":
                 self.mount(message)
+            elif message["op"] == "capture":
+                self.open_network(message)
             elif message["op"] == "slots":
                 self.free[:0] = message["slots"]  # type: ignore[call-overload]
         finally:
@@ -134,6 +138,38 @@ class Launcher:
             # SAFETY: the target is looked up in the sandbox's own root, where nothing of the host is; its last part is
             # not followed. tests/workspaces (lost protections are mounted again)
             syscalls.move_mount(tree, "", syscalls.AT_FDCWD, target, syscalls.MOVE_MOUNT_F_EMPTY_PATH)
+
+    def open_network(self, message: "dict[str, object]") -> None:
+        """Make the sockets by which a running sandbox reaches the egress process, and pass them out.
+
+        No helper is forked: this process steps into the namespace for the half millisecond that it takes, so that rules
+        can be bound when a sandbox is claimed. tests/engine/test_network.py
+        """
+        sandbox = str(message["id"])
+        found = [pid for pid, (name, _) in self.children.items() if name == sandbox]
+        try:
+            if not found:
+                raise ProcessLookupError(errno.ESRCH, "the sandbox has ended")
+            made = self.capture_in(found[0])
+        except (OSError, capture.CaptureError) as problem:
+            wire.send(self.link, {"captured": sandbox, "reason": str(problem) or "unknown"})
+            return
+        roles = [role for role, _ in made.sockets]
+        fds = [one.fileno() for _, one in made.sockets]
+        answer = {"captured": sandbox, "roles": roles, "how": made.how, "note": made.note}
+        wire.send(self.link, answer, fds)
+        made.close()
+
+    def capture_in(self, pid: int) -> capture.Capture:
+        space = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            syscalls.setns(space, syscalls.CLONE_NEWNET)
+            return capture.prepare()
+        finally:
+            # SAFETY: back to its own, whatever failed; otherwise the launcher itself would sit in a sandbox's network.
+            # tests/drivers/test_launcher.py::test_launcher_stays_in_its_own_namespaces
+            syscalls.setns(self.own_netns, syscalls.CLONE_NEWNET)
+            os.close(space)
 
     def make_blank(self) -> namespaces.Blank:
         slot = self.free.pop()

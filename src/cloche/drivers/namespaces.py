@@ -52,6 +52,10 @@ class LauncherFrame(msgspec.Struct):
     refused: str | None = None
     died: str | None = None
     status: int = 0
+    captured: str | None = None
+    roles: list[str] = []
+    how: str = ""
+    note: str = ""
 
 
 _UNBORN = model.Isolation(level="namespaces", driver="namespaces")
@@ -215,6 +219,9 @@ class NamespacesDriver(interfaces.Driver):
             self._machines[frame.refused].refused(frame.reason)
         elif frame.died is not None and frame.died in self._machines:
             self._machines[frame.died].died()
+        elif frame.captured is not None and frame.captured in self._machines:
+            self._machines[frame.captured].captured(frame, fds)
+            return
         wire.close_all(fds)
 
     def _launcher_ended(self) -> None:
@@ -378,6 +385,10 @@ class NamespacesDriver(interfaces.Driver):
         with suppress(OSError):
             wire.send(self._link, {"op": "mount", "id": key, "owner": list(owner), "steps": steps})
 
+    def capture(self, key: str) -> None:
+        """Have the sockets made by which a running sandbox reaches the egress process; `captured` is told."""
+        wire.send(self._link, {"op": "capture", "id": key})
+
     def forget(self, gone: NamespacesMachine) -> None:
         self._machines.pop(gone.key, None)
         with suppress(ValueError):
@@ -393,6 +404,7 @@ class NamespacesMachine(holding.HeldMachine):
         self._protected: tuple[str, ...] = ()
         self._exposure: interfaces.Exposure | None = None
         self._mounts: watching.Mounts | None = None
+        self._capturing: asyncio.Future[interfaces.Capture] | None = None
 
     def born(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -425,6 +437,40 @@ class NamespacesMachine(holding.HeldMachine):
             return "proc"
         private = any(path == p or path.startswith(p + "/") for p in (*mounts.PRIVATE, "/dev/shm"))
         return "root.read-only" if self.isolation.root == "read-only" and not private else None
+
+    async def capture(self) -> interfaces.Capture:
+        if self._capturing is not None:
+            raise errors.error("internal_error", "the sandbox has its sockets already")
+        self._capturing = asyncio.get_running_loop().create_future()
+        try:
+            self._driver.capture(self.key)
+        except OSError as problem:
+            self._capturing = None
+            raise errors.error(
+                "network_unavailable",
+                f"the launcher cannot take more work: {problem.strerror}",
+                hint="try again",
+            ) from None
+        waited: set[asyncio.Future[Any]] = {self._capturing, self.ended}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not self._capturing.done():
+            raise errors.error("sandbox_lost", f"the sandbox has ended: {self._reason}")
+        return self._capturing.result()
+
+    def captured(self, frame: LauncherFrame, fds: list[int]) -> None:
+        waiting = self._capturing
+        if waiting is None or waiting.done():
+            wire.close_all(fds)
+        elif frame.reason or len(frame.roles) != len(fds):
+            wire.close_all(fds)
+            why = frame.reason or "a socket is missing"
+            waiting.set_exception(
+                errors.error("network_unavailable", f"the sandbox's network could not be prepared: {why}")
+            )
+            waiting.exception()
+        else:
+            sockets = tuple(zip(frame.roles, fds, strict=True))
+            waiting.set_result(interfaces.Capture(sockets, frame.how, frame.note))
 
     def tell(self, message: dict[str, Any]) -> None:
         self._link.post(message)

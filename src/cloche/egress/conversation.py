@@ -68,11 +68,14 @@ class _Gone(Exception):
 
 
 class Conversation:
-    def __init__(self, proxy: Proxy, sandbox: Sandbox, client: socket.socket) -> None:
+    def __init__(
+        self, proxy: Proxy, sandbox: Sandbox, client: socket.socket, peer: tuple[str, int] | None = None
+    ) -> None:
         self._proxy = proxy
         self._loop = proxy.loop
         self._sandbox = sandbox
         self._client = client
+        self._peer = peer
         self._server: socket.socket | None = None
         self._relay: relay.Relay | None = None
         self._session: inspection.Session | None = None
@@ -500,8 +503,10 @@ class Conversation:
     # ── refusing ────────────────────────────────────────────────────────────────────────────────
 
     async def _refuse(self, decision: rules.Decision) -> None:
-        self._record(decision, "decided")
+        noted = self._proxy.refuse(self._sandbox, self._describe(decision, "decided"))
         self._decision = None
+        if noted is not None:
+            await noted
         if not self._speech and not self._buffer and self._relay is None:
             await self._listen_for_speech()
         await self._farewell(self._refusal_text(decision))
@@ -673,29 +678,32 @@ class Conversation:
     def _record(
         self, decision: rules.Decision, stage: records.Stage, *, secret: str = "", place: str = ""
     ) -> None:
+        self._proxy.record(self._sandbox, self._describe(decision, stage, secret=secret, place=place))
+
+    def _describe(
+        self, decision: rules.Decision, stage: records.Stage, *, secret: str = "", place: str = ""
+    ) -> records.Record:
         request = self._request
         up, down = self._moved()
-        self._proxy.record(
-            self._sandbox,
-            records.Record(
-                sandbox=self._sandbox.id,
-                verdict=decision.verdict,
-                host=request.host[:255],
-                port=request.port,
-                protocol=request.protocol,
-                reason=decision.reason,
-                stage=stage,
-                rule=str(decision.rule) if decision.rule else "",
-                source=decision.source,
-                hint=decision.hint[:1000],
-                method=request.method or "",
-                address=self._address,
-                bytes_up=up,
-                bytes_down=down,
-                duration_ms=round((self._loop.time() - self._started) * 1000, 3),
-                secret=secret,
-                place=place,
-            ),
+        return records.Record(
+            sandbox=self._sandbox.id,
+            verdict=decision.verdict,
+            host=request.host[:255],
+            port=request.port,
+            protocol=request.protocol,
+            reason=decision.reason,
+            stage=stage,
+            rule=str(decision.rule) if decision.rule else "",
+            source=decision.source,
+            hint=decision.hint[:1000],
+            method=request.method or "",
+            address=self._address,
+            bytes_up=up,
+            bytes_down=down,
+            duration_ms=round((self._loop.time() - self._started) * 1000, 3),
+            secret=secret,
+            place=place,
+            peer=self._peer,
         )
 
     def _moved(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@
 
 The engine keeps a duplicate of every listener. When the process ends, sandboxes have no network: their connections wait in
 the listeners' queues. A new process is started at once (after 0.1, 0.2, … 10 s if it does not stay up) and gets every
-listener with its *current* rules. `on_fault` is told each time, so that what failed meanwhile is an infrastructure
+listener with its *current* rules. `on_fault` is told each time, and with "" when one has them all again, so that what failed meanwhile is an infrastructure
 error and not the command's. `attach` and `update` return when the proxy has obeyed; while it is away they wait for it.
 
 What the process says is taken as an attacker's words (records.py).
@@ -110,6 +110,7 @@ class EgressProcess:
         self._authority: asyncio.Task[authority.Authority] | None = None
         self._signing: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._faulty = False
 
     @property
     def pid(self) -> int:
@@ -237,12 +238,15 @@ class EgressProcess:
                 await self._start_once()
             except (OSError, errors.ClocheError) as problem:
                 self._drop(str(problem))
-                self._on_fault(f"the egress process did not start: {problem}")
+                self._fault(f"the egress process did not start: {problem}")
                 self._fail_waiters(problem)
                 self._wait_longer()
                 continue
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(None)
+            if self._faulty:
+                self._faulty = False
+                self._on_fault("")
             return
 
     def _wait_longer(self) -> None:
@@ -253,7 +257,7 @@ class EgressProcess:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(
                 errors.error(
-                    "sandbox_create_failed",
+                    "network_unavailable",
                     f"the process that carries the network could not be started: {problem}",
                     hint="see cloche doctor",
                 )
@@ -280,9 +284,13 @@ class EgressProcess:
             self._wait_longer()
         else:
             self._pause = 0.0
-        self._on_fault("the egress process ended; sandboxes have no network until it is back")
+        self._fault("the egress process ended; sandboxes have no network until it is back")
         if self._starting is None or self._starting.done():
             self._launch()
+
+    def _fault(self, reason: str) -> None:
+        self._faulty = True
+        self._on_fault(reason)
 
     def _drop(self, why: str) -> None:
         link, pid = self._link, self._pid
@@ -296,7 +304,7 @@ class EgressProcess:
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             if not answer.done():
-                answer.set_exception(errors.error("connection_lost", why))
+                answer.set_exception(errors.error("network_unavailable", why))
 
     # ── talking ─────────────────────────────────────────────────────────────────────────────────
 
@@ -312,7 +320,7 @@ class EgressProcess:
         loop = asyncio.get_running_loop()
         link = self._link
         if link is None:
-            raise errors.error("connection_lost", "the egress process is not running")
+            raise errors.error("network_unavailable", "the egress process is not running")
         self._number += 1
         number = self._number
         answer = self._answers[number] = loop.create_future()
@@ -324,12 +332,14 @@ class EgressProcess:
                 except BlockingIOError:
                     await _writable(loop, link)
                 except OSError as problem:
-                    raise errors.error("connection_lost", f"the egress process is gone: {problem}") from None
+                    raise errors.error(
+                        "network_unavailable", f"the egress process is gone: {problem}"
+                    ) from None
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     await answer
             except TimeoutError:
-                raise errors.error("connection_lost", "the egress process does not answer") from None
+                raise errors.error("network_unavailable", "the egress process does not answer") from None
         finally:
             self._answers.pop(number, None)
 
@@ -353,7 +363,10 @@ class EgressProcess:
 
     def _take(self, report: records.Report) -> None:
         if report.decision is not None:
-            self._on_record(report.decision)
+            try:
+                self._on_record(report.decision)
+            finally:
+                self._saw(report.decision.id)
             return
         if report.mint:
             task = asyncio.get_running_loop().create_task(self._mint(report.mint), name="sign")
@@ -369,6 +382,13 @@ class EgressProcess:
             answer.set_exception(
                 errors.error("internal_error", f"the egress process refused an order: {report.error}")
             )
+
+    def _saw(self, number: int) -> None:
+        if number and self._link is not None:
+            try:
+                wire.send(self._link, {"op": "seen", "id": number})
+            except OSError:
+                pass  # it is full or gone: the proxy waits a moment only
 
     # ── signing ─────────────────────────────────────────────────────────────────────────────────
 
@@ -386,8 +406,8 @@ class EgressProcess:
             if host == names.canonical(host):
                 made = await self._authority_made()
                 leaf = await asyncio.to_thread(made.leaf, host)
-        except Exception as problem:
-            self._on_fault(f"no certificate could be made: {type(problem).__name__}: {problem}")
+        except Exception:
+            leaf = ""  # the client is told that there is none; everything else goes on
         try:
             await self._tell({"op": "leaf", "host": host[:255], "leaf": leaf})
         except errors.ClocheError:

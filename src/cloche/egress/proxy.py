@@ -24,6 +24,7 @@ import socket
 import ssl
 import sys
 from collections import OrderedDict, deque
+from typing import Any
 
 import msgspec
 
@@ -39,6 +40,7 @@ _RETRY_ACCEPT_S = 0.2
 _MINT_S = 10.0
 _MOST_LEAVES = 512
 _MOST_UNSENT_USES = 4096
+_SEEN_S = 1.0  # how long a refused client waits for the engine to take note
 
 
 class Sandbox:
@@ -79,6 +81,8 @@ class Proxy:
         self._leaves: OrderedDict[str, tuple[ssl.SSLContext, float]] = OrderedDict()
         self._minting: dict[str, asyncio.Future[ssl.SSLContext]] = {}
         self._trust: ssl.SSLContext | None = None
+        self._unseen: dict[int, asyncio.Future[None]] = {}
+        self._refusals = 0
         control.setblocking(False)
         loop.add_reader(control, self._hear)
         self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
@@ -117,7 +121,8 @@ class Proxy:
                 one.close()
             self._report(records.Report(failed=number, error=f"{type(problem).__name__}: {problem}"[:1000]))
         else:
-            self._report(records.Report(done=number))
+            if order.op != "seen":
+                self._report(records.Report(done=number))
         finally:
             if sealed >= 0:
                 os.close(sealed)
@@ -139,6 +144,8 @@ class Proxy:
                     one.reconsider()
             case "detach":
                 self._detach(order.sandbox)
+            case "seen":
+                self._saw(order.id)
 
     def _configure(self, options: records.Options) -> None:
         parent = upstream.Parent.parse(options.parent) if options.parent else None
@@ -195,8 +202,23 @@ class Proxy:
         if self._control.fileno() >= 0:
             self.loop.remove_writer(self._control)
 
-    def record(self, sandbox: Sandbox, record: records.Record) -> None:
-        """Tell the engine, if it listens and the sandbox has not said too much already."""
+    def refuse(self, sandbox: Sandbox, record: records.Record) -> asyncio.Future[None] | None:
+        """Tell the engine of a refusal; what is returned is done when it has taken note."""
+        self._refusals += 1
+        number = self._refusals
+        if not self.record(sandbox, msgspec.structs.replace(record, id=number)):
+            return None
+        waiting = self._unseen[number] = self.loop.create_future()
+        self.loop.call_later(_SEEN_S, self._saw, number)
+        return waiting
+
+    def _saw(self, number: int) -> None:
+        waiting = self._unseen.pop(number, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def record(self, sandbox: Sandbox, record: records.Record) -> bool:
+        """Tell the engine, if it listens and the sandbox has not said too much already; whether it was told."""
         now = self.loop.time()
         most = self.options.limits.records_per_s
         sandbox.tokens = min(most, sandbox.tokens + (now - sandbox.counted_at) * most)
@@ -207,12 +229,13 @@ class Proxy:
             sandbox.tokens += 1
         elif sandbox.tokens < 1 or len(self._unsent) > 64:
             sandbox.dropped += 1
-            return
+            return False
         sandbox.tokens -= 1
         if sandbox.dropped:
             record = msgspec.structs.replace(record, dropped=sandbox.dropped)
             sandbox.dropped = 0
         self._report(records.Report(decision=record))
+        return True
 
     # ── certificates ────────────────────────────────────────────────────────────────────────────
 
@@ -258,7 +281,7 @@ class Proxy:
     def _accept(self, sandbox: Sandbox, listener: socket.socket, transparent: bool) -> None:
         for _ in range(_ACCEPTS):  # and then it is another sandbox's turn
             try:
-                client, _peer = listener.accept()
+                client, peer = listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as problem:
@@ -270,7 +293,7 @@ class Proxy:
                 self._turn_away(sandbox, client)
                 continue
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            talk = conversation.Conversation(self, sandbox, client)
+            talk = conversation.Conversation(self, sandbox, client, _plain(peer))
             sandbox.conversations.add(talk)
             talk.start(transparent=transparent)
 
@@ -307,21 +330,31 @@ class Proxy:
                 packet, peer = one.recvfrom(dns.MAX_QUERY + 1)
             except OSError:
                 return
-            answer = dns.answer(
-                packet, sandbox.table, lambda host: self._may(sandbox, host), ipv6=sandbox.ipv6
-            )
-            if answer.packet is not None:
-                try:
-                    one.sendto(answer.packet, peer)
-                except OSError:
-                    pass  # it is a datagram: the client asks again
+            self._answer_name(sandbox, one, packet, peer)
 
-    def _may(self, sandbox: Sandbox, host: str) -> bool:
+    def _answer_name(
+        self, sandbox: Sandbox, one: socket.socket, packet: bytes, peer: tuple[str, int]
+    ) -> None:
+        noted: list[asyncio.Future[None]] = []
+        answer = dns.answer(
+            packet, sandbox.table, lambda host: self._may(sandbox, host, peer, noted), ipv6=sandbox.ipv6
+        )
+        reply = answer.packet
+        if reply is None:
+            return
+        if noted:
+            noted[0].add_done_callback(lambda _: _send_datagram(one, reply, peer))
+        else:
+            _send_datagram(one, reply, peer)
+
+    def _may(
+        self, sandbox: Sandbox, host: str, peer: tuple[str, int], noted: list[asyncio.Future[None]]
+    ) -> bool:
         decision = rules.could_allow(sandbox.rules, host)
         # Resolvers ask for two kinds of address and ask again; it is one refusal.
         if not decision.allowed and host != sandbox.last_unknown:
             sandbox.last_unknown = host
-            self.record(
+            waiting = self.refuse(
                 sandbox,
                 records.Record(
                     sandbox=sandbox.id,
@@ -333,8 +366,11 @@ class Proxy:
                     rule=str(decision.rule) if decision.rule else "",
                     source=decision.source,
                     hint=decision.hint[:1000],
+                    peer=peer,
                 ),
             )
+            if waiting is not None:
+                noted.append(waiting)
         return decision.allowed
 
     def _sweep(self) -> None:
@@ -347,6 +383,18 @@ class Proxy:
 
 def _unsealed(fd: int) -> credentials.Credentials:
     return credentials.unseal(fd) if fd >= 0 else credentials.Credentials()
+
+
+def _plain(peer: tuple[Any, ...]) -> tuple[str, int]:
+    """An address as the client's own socket has it: a listener for both families shows IPv4 ones as mapped."""
+    return str(peer[0]).removeprefix("::ffff:"), int(peer[1])
+
+
+def _send_datagram(one: socket.socket, packet: bytes, peer: tuple[str, int]) -> None:
+    try:
+        one.sendto(packet, peer)
+    except OSError:
+        pass  # it is a datagram: the client asks again
 
 
 # ── the process ────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@
     ← {"mint":"api.github.com"}                                              a certificate for this host is needed
     → {"op":"leaf","id":5,"host":"api.github.com","leaf":"-----BEGIN…"}      empty if there can be none
     → {"op":"detach","id":4,"sandbox":"k3"}                                  its listeners and connections are closed
+    → {"op":"seen","id":17}                                                  the record with that id was taken note of
     ← {"done":2}                                                             or {"failed":2,"error":"…"}
     ← {"decision":{…Record…}}                                                when decided, and again when it ended
 
@@ -13,6 +14,10 @@ Credentials come as one more descriptor, the last, when `credentials` is true (c
 
 The proxy trusts its engine. The engine reads what a proxy says as an attacker's words, because a proxy reads an attacker's
 bytes: a schema, bounded frames, no descriptors.
+
+A refusal has an id, and the client hears of it when the engine has `seen` it (or does not answer for a moment). Until then its
+socket is open, so the engine can tell which process it belongs to; and what a command is refused stands in its result, however
+soon it ends afterwards.
 """
 
 from __future__ import annotations
@@ -79,16 +84,24 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     secret: str = ""
     place: str = ""
     """Stage `credential`: the secret's name, and where in a request it belongs."""
+    peer: tuple[str, int] | None = None
+    """The client's end, as its namespace names it."""
+    id: int = 0
+    """Of a refusal: what `seen` answers."""
+
+    @property
+    def target(self) -> str:
+        where = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{where}:{self.port}" if self.port else self.host
 
     def denial(self) -> model.Denial | None:
         """What an execution's result and the journal say; None for what was let through, and for its end."""
         if self.verdict == "allow" or self.stage == "closed":
             return None
-        target = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         return model.Denial(
             kind="network",
             operation="credential" if self.stage == "credential" else self.protocol,
-            target=target if self.port else self.host,
+            target=self.target,
             rule=self.rule or self.reason,
             hint=self.hint,
             evidence="proxy",
@@ -98,7 +111,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Engine to proxy."""
 
-    op: Literal["configure", "attach", "rules", "detach", "leaf"]
+    op: Literal["configure", "attach", "rules", "detach", "leaf", "seen"]
     id: int
     sandbox: str = ""
     sockets: tuple[Literal["proxy", "transparent", "dns"], ...] = ()

@@ -18,7 +18,7 @@ import msgspec
 
 from cloche import errors, events, interfaces, model, policy, settings
 from cloche.engine import contexts as code_contexts
-from cloche.engine import execution, files, journal, placement, reaping, refusals, sandboxes
+from cloche.engine import execution, files, journal, network, placement, reaping, refusals, sandboxes
 
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
 
@@ -42,6 +42,7 @@ class Engine(interfaces.Backend):
         owner: str,
         interpreters: Mapping[str, interfaces.Interpreter],
         workspaces: interfaces.Workspaces,
+        egress: Callable[[], interfaces.Egress],
         where: str = "in process",
         clock: interfaces.Clock | None = None,
         audit: interfaces.Audit | None = None,
@@ -63,6 +64,7 @@ class Engine(interfaces.Backend):
         self._store = store
         self._audit = audit
         self._journal = journal.Journal(store, audit)
+        self._networks = network.Networks(egress, self._journal, self._clock)
         self._reaper = reaping.Reaper(self._clock, lambda: list(self._sandboxes.values()), self._expire)
         self._warm = reaping.Warm(self._make_machine, warm)
         self._background: set[asyncio.Task[Any]] = set()
@@ -74,6 +76,7 @@ class Engine(interfaces.Backend):
     async def create(self, spec: model.SandboxSpec) -> model.SandboxInfo:
         self._accept(spec)
         rules = self._rules(spec)
+        self._networks.check(rules.network)
         while spec.full_name is not None and spec.full_name in self._names:
             if spec.full_name not in self._coming:
                 return self._same(spec)
@@ -95,7 +98,10 @@ class Engine(interfaces.Backend):
                     overlay=spec.overlay,
                     path=spec.path,
                 )
-            machine = await self._warm.take(spec) or await self._make_machine(spec, rules, lent)
+            bound = {**self._networks.environment(rules.network), **spec.env}
+            machine = await self._warm.take(spec, bound) or await self._make_machine(
+                msgspec.structs.replace(spec, env=bound), rules, lent
+            )
             made = sandboxes.Sandbox(
                 sandbox_id,
                 spec,
@@ -107,6 +113,7 @@ class Engine(interfaces.Backend):
                 self._interpreters,
                 lent,
             )
+            await self._connect(made)
             self._sandboxes[sandbox_id] = made
         except BaseException:
             self._names.pop(spec.full_name or "", None)
@@ -117,9 +124,6 @@ class Engine(interfaces.Backend):
             self._creating -= 1
             if spec.full_name is not None:
                 self._coming.pop(spec.full_name).set()
-        if rules.network.mode != "off":
-            asked = f"the profile {spec.profile!r} asks for a network; it is off in this version"
-            machine.warnings = (*machine.warnings, asked)
         if self._audit is not None and self._audit.problem is not None:
             machine.warnings = (*machine.warnings, self._audit.problem)
         machine.ended.add_done_callback(lambda future: self._machine_ended(made, future))
@@ -170,12 +174,6 @@ class Engine(interfaces.Backend):
         rules = policy.profile(spec.profile)
         if spec.policy:
             rules = policy.parse(spec.policy, base=rules)
-        if rules.network.mode != "off" and spec.policy.get("network", {}).get("mode", "off") != "off":
-            raise errors.error(
-                "network_refused",
-                "network rules are not available in this version; the network is off",
-                hint="leave network out",
-            )
         return rules
 
     def _same(self, spec: model.SandboxSpec) -> model.SandboxInfo:
@@ -203,6 +201,16 @@ class Engine(interfaces.Backend):
         minimum = max(spec.minimum_isolation, rules.isolation.minimum, key=model.LEVELS.index)
         driver = await self._placement.choose(minimum, spec.driver)
         return await driver.create(model.new_id(), spec, rules, lent.exposure if lent is not None else None)
+
+    async def _connect(self, made: sandboxes.Sandbox) -> None:
+        """Its network, if its rules give it one; without it the sandbox is not made."""
+        if made.rules.network.mode == "off":
+            return
+        try:
+            await self._networks.attach(made)
+        except BaseException:
+            await made.machine.kill("its network could not be made")
+            raise
 
     def _find(self, sandbox: str) -> sandboxes.Sandbox:
         found = self._sandboxes.get(sandbox) or self._sandboxes.get(self._names.get(sandbox, ""))
@@ -263,6 +271,33 @@ class Engine(interfaces.Backend):
         )
         return found.info(server=self.where, owner=self.owner)
 
+    async def get_policy(self, sandbox: str) -> policy.Merged:
+        return self._find(sandbox).rules
+
+    async def update_policy(self, sandbox: str, change: dict[str, Any]) -> policy.Merged:
+        """Bind other network rules to a live sandbox. What is not a rule of the network is settled at creation."""
+        found = self._find(sandbox)
+        fixed = sorted(set(change) - {"network"})
+        if fixed:
+            raise errors.error(
+                "argument_invalid",
+                f"{fixed[0]!r} of a live sandbox's policy cannot be changed; only 'network' can",
+                hint="create another sandbox",
+            )
+        before = found.rules.network
+        await self._networks.update(found, policy.parse(change, base=found.rules).network)
+        self._journal.append(
+            events.PolicyChanged(
+                sandbox=found.id,
+                time=self._clock.time(),
+                actor=self._actor,
+                change="updated",
+                target="network",
+                summary=network.difference(before, found.rules.network),
+            )
+        )
+        return found.rules
+
     async def suspend(self, sandbox: str) -> model.SandboxInfo:
         found = self._find(sandbox)
         await found.pause()
@@ -302,6 +337,7 @@ class Engine(interfaces.Backend):
             )
         await sandbox.machine.kill(words)
         sandbox.close()
+        await self._networks.detach(sandbox)
         await self._give_back(sandbox)
 
     def _expire(self, sandbox: sandboxes.Sandbox, reason: str) -> None:
@@ -317,6 +353,7 @@ class Engine(interfaces.Backend):
         sandbox.phase, sandbox.reason = "lost", reason
         self._forget(sandbox, reason)
         sandbox.close()
+        self._spawn(self._networks.detach(sandbox), f"detach {sandbox.id}")
         self._spawn(self._give_back(sandbox), f"give back {sandbox.id}")
         self._journal.append(
             events.Lost(
@@ -374,6 +411,7 @@ class Engine(interfaces.Backend):
         return (await self._start(self._find(sandbox), request)).info()
 
     async def _start(self, found: sandboxes.Sandbox, request: model.ExecRequest) -> execution.Execution:
+        await self._networks.ready(found)
         running = await found.start(request)
         self._reaper.look_again(found)  # memory that is watched is watched while something runs
         shown = running.info()
@@ -696,6 +734,7 @@ class Engine(interfaces.Backend):
         )
         await self._warm.close()
         await self._placement.close()
+        await self._networks.aclose()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._journal.close()
         self._store.close()

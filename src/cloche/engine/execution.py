@@ -57,6 +57,7 @@ class Execution:
         self._drained = asyncio.Event()
         self._master = -1
         self._denials: list[model.Denial] = []
+        self._faults: list[str] = []
         self._timed_out = self._oom_killed = self._given_up = False
         self._began = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -294,6 +295,10 @@ class Execution:
             self._denials.append(denial)
             self.log.deny(denial)
 
+    def faulted(self, reason: str) -> None:
+        if reason not in self._faults:
+            self._faults.append(reason)
+
     def _exited(self, future: asyncio.Future[interfaces.ExitStatus]) -> None:
         self._cancel_timers()
         if future.cancelled() or (problem := future.exception()) is not None:
@@ -344,7 +349,8 @@ class Execution:
             stdout_total=log.stdout.total, stderr_total=log.stderr.total,
             truncated=log.stdout.truncated or log.stderr.truncated,
             duration_ms=(time.perf_counter() - self._began) * 1000, cpu_ms=status.cpu_ms,
-            max_rss_mib=status.max_rss_mib, denials=tuple(self._denials), isolation=self._machine.isolation,
+            max_rss_mib=status.max_rss_mib, denials=tuple(self._denials), faults=tuple(self._faults),
+            isolation=self._machine.isolation,
             execution=self.id,
         )  # fmt: skip
 

@@ -96,15 +96,15 @@ class Warm:
         self._ready: list[interfaces.Machine] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def take(self, spec: model.SandboxSpec) -> interfaces.Machine | None:
+    async def take(self, spec: model.SandboxSpec, env: dict[str, str]) -> interfaces.Machine | None:
         if spec.workspace is not None or _shape(spec) != self._shape:
             return None
         while self._ready:
             machine = self._ready.pop(0)
             if machine.ended.done():
                 continue
-            if spec.env:
-                await machine.set_environment(spec.env)
+            if env:
+                await machine.set_environment(env)
             return machine
         return None
 
@@ -146,6 +146,8 @@ def _shape(spec: model.SandboxSpec) -> bytes:
         "stay": False,
         "timeout_s": None,
         "idle_timeout_s": None,
+        "secrets": (),
+        "policy": {group: fields for group, fields in spec.policy.items() if group != "network"},
     }
     return msgspec.json.encode(msgspec.structs.replace(spec, **late))
 

@@ -11,6 +11,7 @@ from cloche.engine import contexts, execution
 from cloche.lifecycle import expiry
 
 _MOST_FINISHED = 200  # executions remembered after their end
+_PATIENCE_S = 0.5
 
 
 class Sandbox:
@@ -39,6 +40,7 @@ class Sandbox:
         self._life = expiry.Life(
             since=clock.monotonic(), timeout_s=spec.timeout_s, idle_timeout_s=spec.idle_timeout_s
         )
+        self._patience_s, self._looked_at = _PATIENCE_S, time.monotonic()
         machine.on_denial = self._denied
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────
@@ -123,6 +125,36 @@ class Sandbox:
         owners = [e for e in running if e.pid == leader] or (running if len(running) == 1 else [])
         for owner in owners:
             owner.denied(denial)
+
+    def connected(self, peer: tuple[str, int] | None, denial: model.Denial | None) -> str | None:
+        """A process inside opened a connection: the execution it belongs to, if that can be told, gets the denial."""
+        running = [e for e in self.executions.values() if e.running]
+        busy = any(context.busy for context in self.contexts.values())
+        if len(running) != 1 or busy:
+            leader = self._leader_of(peer) if peer is not None and running else 0
+            running = [e for e in running if leader and e.pid == leader]
+        for owner in running:
+            if denial is not None:
+                owner.denied(denial)
+            return owner.id
+        return None
+
+    def _leader_of(self, peer: tuple[str, int]) -> int:
+        """Looking costs time that grows with the sandbox's processes: a hostile one may take a twentieth of ours."""
+        now = time.monotonic()
+        self._patience_s = min(_PATIENCE_S, self._patience_s + (now - self._looked_at) / 20)
+        self._looked_at = now
+        if self._patience_s <= 0:
+            return 0
+        leader = self.machine.leader_of(peer)
+        self._patience_s -= time.monotonic() - now
+        return leader
+
+    def faulted(self, reason: str) -> None:
+        """Something of ours failed that running commands may have needed."""
+        for made in self.executions.values():
+            if made.running:
+                made.faulted(reason)
 
     # ── contexts ────────────────────────────────────────────────────────────────────────────────
 

@@ -32,7 +32,7 @@ _FILES = {
     "etc/group": "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n",
     "etc/hosts": "127.0.0.1 localhost cloche\n::1 localhost\n",
     "etc/hostname": "cloche\n",
-    "etc/resolv.conf": "",
+    "etc/resolv.conf": "nameserver 127.0.0.1\n",  # what an empty file means too; nobody listens there without a network
     "etc/machine-id": "c10c4ec10c4ec10c4ec10c4ec10c4e00\n",
     "etc/shells": "/bin/sh\n/bin/bash\n",
 }

@@ -178,3 +178,62 @@ def session_inside(pid: int) -> int:
         if line.startswith(b"NSsid:"):
             return int(line.split()[-1])
     return 0
+
+
+def socket_holder(first: int, address: str, port: int) -> int:
+    """The pid of a process, `first` or one that came from it, that holds the TCP or UDP socket bound to address and port in
+    the network namespace of `first`; 0 if none does."""
+    inode = _bound_inode(first, address, port)
+    if not inode:
+        return 0
+    wanted = f"socket:[{inode}]"
+    for pid in _tree(first):
+        try:
+            held = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue
+        for fd in held:
+            try:
+                if os.readlink(f"/proc/{pid}/fd/{fd}") == wanted:
+                    return pid
+            except OSError:
+                continue
+    return 0
+
+
+def _tree(first: int) -> list[int]:
+    """A process and its descendants by the kernel's lists of children: the cost is the tree's, not the host's."""
+    found = [first]
+    if not os.path.exists(f"/proc/{first}/task/{first}/children"):
+        return found + descendants(first)
+    for pid in found:  # grows while it is walked
+        try:
+            threads = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue
+        for thread in threads:
+            found += map(int, (_read(f"/proc/{pid}/task/{thread}/children") or b"").split())
+    return found
+
+
+def _bound_inode(pid: int, address: str, port: int) -> str:
+    """From the kernel's table of sockets: `sl local remote state … inode`, addresses as native words in hexadecimal."""
+    spellings = {f"{_hex_address(address)}:{port:04X}"}
+    if ":" not in address:
+        spellings.add(f"{_hex_address('::ffff:' + address)}:{port:04X}")
+        spellings.add(f"{'0' * 8}:{port:04X}")  # a datagram socket that was never connected
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in (_read(f"/proc/{pid}/net/{table}") or b"").decode("ascii", "replace").splitlines()[1:]:
+            words = line.split()
+            if len(words) > 9 and words[1] in spellings and words[9] != "0":
+                return words[9]
+    return ""
+
+
+def _hex_address(address: str) -> str:
+    import socket
+    import struct
+
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return "".join(f"{word:08X}" for word in words)

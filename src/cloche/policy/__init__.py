@@ -169,6 +169,9 @@ def parse(data: Mapping[str, Any], *, base: Merged | None = None) -> Merged:
     merged = msgspec.to_builtins(base or Merged())
     for group, fields in check(data).items():
         merged[group] |= fields
+    said = data.get("network", {})
+    if "mode" not in said and (said.get("allow") or said.get("ask")) and merged["network"]["mode"] == "off":
+        merged["network"]["mode"] = "rules"  # the network is off until rules are given
     return msgspec.convert(merged, Merged)
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from cloche import errors, interfaces, model, rpc, settings
-from cloche.policy import Policy
+from cloche.policy import Merged, Mode, Policy
 from cloche.sdk import connecting, portal
 
 T = TypeVar("T")
@@ -39,6 +39,10 @@ class Shape(TypedDict, total=False):
     name: str | None
     labels: dict[str, str] | None
     policy: Policy | None
+    network: Mode | None
+    allow: list[str] | None
+    deny: list[str] | None
+    resolve: dict[str, str] | None
     minimum_isolation: model.Level | None
     driver: str | None
     stay: bool
@@ -299,6 +303,29 @@ class AsyncContexts(Handle):
         return await self._do(self._backend.contexts(self._id))
 
 
+class AsyncSandboxPolicy(Handle):
+    """What a sandbox may touch."""
+
+    async def get(self) -> Merged:
+        """The rules that hold now."""
+        return await self._do(self._backend.get_policy(self._id))
+
+    async def update(
+        self,
+        *,
+        network: Mode | None = None,
+        allow: list[str] | None = None,
+        deny: list[str] | None = None,
+        resolve: dict[str, str] | None = None,
+    ) -> Merged:
+        """Replace network rules of the live sandbox: each list that is given, as a whole; the others stay.
+
+        When this returns the new rules hold, and connections that they refuse have ended.
+        """
+        said = _network(network, allow=allow, deny=deny, resolve=resolve)
+        return await self._do(self._backend.update_policy(self._id, {"network": said}))
+
+
 class AsyncSandbox(Handle):
     """One sandbox. `await AsyncSandbox.create(...)`, or `async with AsyncSandbox(...) as box`, which deletes it.
 
@@ -323,6 +350,10 @@ class AsyncSandbox(Handle):
         name: str | None = None,
         labels: dict[str, str] | None = None,
         policy: Policy | None = None,
+        network: Mode | None = None,
+        allow: list[str] | None = None,
+        deny: list[str] | None = None,
+        resolve: dict[str, str] | None = None,
         minimum_isolation: model.Level | None = None,
         driver: str | None = None,
         stay: bool = False,
@@ -343,7 +374,7 @@ class AsyncSandbox(Handle):
             "minimum_isolation": minimum_isolation,
             "driver": driver,
             "labels": labels,
-            "policy": None if policy is None else policy.fields,
+            "policy": _policy(policy, network, allow=allow, deny=deny, resolve=resolve),
             "stay": stay,
         }
         times = {"timeout_s": timeout_s, "idle_timeout_s": idle_timeout_s}
@@ -376,6 +407,7 @@ class AsyncSandbox(Handle):
         self._files = AsyncFiles(backend, home, sandbox_id)
         self._processes = AsyncProcesses(backend, home, sandbox_id)
         self._contexts = AsyncContexts(backend, home, sandbox_id)
+        self._policy = AsyncSandboxPolicy(backend, home, sandbox_id)
 
     async def __aenter__(self) -> AsyncSandbox:
         if not hasattr(self, "_id"):
@@ -410,6 +442,11 @@ class AsyncSandbox(Handle):
     def contexts(self) -> AsyncContexts:
         """Its code contexts."""
         return self._contexts
+
+    @property
+    def policy(self) -> AsyncSandboxPolicy:
+        """What it may touch, and the network rules to change."""
+        return self._policy
 
     async def exec(
         self,
@@ -619,3 +656,35 @@ def _command_failed(command: str | list[str], result: model.ExecResult) -> error
     )
     made.result = result
     return made
+
+
+def _policy(given: Policy | None, network: Mode | None, **lists: Any) -> dict[str, Any] | None:
+    """A policy with the network arguments added to it: they add rules, and `network` replaces the mode."""
+    said = _network(network, **lists)
+    if given is None:
+        return {"network": said} if said else None
+    before = dict(given.fields.get("network", {}))
+    if said.get("allow") and before.get("mode") == "off":
+        del before["mode"]
+    for field, value in said.items():
+        if isinstance(value, list):
+            said[field] = [*before.get(field, ()), *value]
+        elif isinstance(value, dict):
+            said[field] = {**before.get(field, {}), **value}
+    return {**given.fields, "network": {**before, **said}} if said else given.fields
+
+
+def _network(network: Mode | None, **lists: Any) -> dict[str, Any]:
+    if network == "off" and lists.get("allow"):
+        raise errors.error(
+            "argument_invalid",
+            "allow gives a network and network='off' takes it",
+            hint="leave one of them out",
+        )
+    for field, value in lists.items():
+        if isinstance(value, str):
+            raise errors.error(
+                "argument_invalid", f"{field} is a list of rules, not one text", hint=f"{field}=[{value!r}]"
+            )
+    said = {field: value for field, value in lists.items() if value is not None}
+    return said if network is None else {"mode": network, **said}

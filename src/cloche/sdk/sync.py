@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 from cloche import model
-from cloche.policy import Policy
+from cloche.policy import Merged, Mode, Policy
 from cloche.sdk import portal, sandboxes
 from cloche.sdk.sandboxes import Shape, Timeout
 
@@ -216,6 +216,32 @@ class Contexts(Handle):
         return portal.run(self._async.list(), self._home)
 
 
+class SandboxPolicy(Handle):
+    """What a sandbox may touch."""
+
+    _async: sandboxes.AsyncSandboxPolicy
+
+    def get(self) -> Merged:
+        """The rules that hold now."""
+        return portal.run(self._async.get(), self._home)
+
+    def update(
+        self,
+        *,
+        network: Mode | None = None,
+        allow: list[str] | None = None,
+        deny: list[str] | None = None,
+        resolve: dict[str, str] | None = None,
+    ) -> Merged:
+        """Replace network rules of the live sandbox: each list that is given, as a whole; the others stay.
+
+        When this returns the new rules hold, and connections that they refuse have ended.
+        """
+        return portal.run(
+            self._async.update(network=network, allow=allow, deny=deny, resolve=resolve), self._home
+        )
+
+
 class Sandbox(Handle):
     """One sandbox. `Sandbox(...)` creates it at once; `with Sandbox(...) as box` deletes it at the end.
 
@@ -242,6 +268,10 @@ class Sandbox(Handle):
         name: str | None = None,
         labels: dict[str, str] | None = None,
         policy: Policy | None = None,
+        network: Mode | None = None,
+        allow: list[str] | None = None,
+        deny: list[str] | None = None,
+        resolve: dict[str, str] | None = None,
         minimum_isolation: model.Level | None = None,
         driver: str | None = None,
         stay: bool = False,
@@ -263,6 +293,10 @@ class Sandbox(Handle):
                 name=name,
                 labels=labels,
                 policy=policy,
+                network=network,
+                allow=allow,
+                deny=deny,
+                resolve=resolve,
                 minimum_isolation=minimum_isolation,
                 driver=driver,
                 stay=stay,
@@ -301,6 +335,11 @@ class Sandbox(Handle):
     def contexts(self) -> Contexts:
         """Its code contexts."""
         return Contexts._of(self._async.contexts)
+
+    @property
+    def policy(self) -> SandboxPolicy:
+        """What it may touch, and the network rules to change."""
+        return SandboxPolicy._of(self._async.policy)
 
     def exec(
         self,

@@ -166,7 +166,7 @@ def make_engine(home: str, driver: interfaces.Driver) -> engine.Engine:
     """A real engine over one driver, with its state in memory."""
     return engine.Engine(
         settings.Settings(home=home), store.Store(":memory:"), [(driver.name, lambda: driver)], owner=wiring.owner(),
-        interpreters=wiring.interpreters(), workspaces=workspaces.LocalWorkspaces(home, {}),
+        interpreters=wiring.interpreters(), workspaces=workspaces.LocalWorkspaces(home, {}), egress=wiring.egress,
     )  # fmt: skip
 
 

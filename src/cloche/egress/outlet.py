@@ -1,0 +1,68 @@
+"""The egress of an engine: `interfaces.Egress` on the proxy process.
+
+Translates between the engine's words (a policy's network, flows, denials) and the proxy's (rule sets, records), and says which
+variables lead programs inside to the proxy. Clients that know no proxy are captured; the variables make others say plainly
+what they want, and be told plainly what is refused.
+"""
+
+from __future__ import annotations
+
+from cloche import interfaces, policy
+from cloche.egress import capture, process, records
+from cloche.policy import rules
+
+_PROXY = f"http://127.0.0.1:{capture.PROXY_PORT}"
+# Not a SOCKS address in ALL_PROXY: Python's clients fail at the sight of one unless an extra package is there.
+_PROXY_NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY")
+_NO_PROXY = "localhost,127.0.0.1,::1,.localhost"
+
+
+class LocalEgress(interfaces.Egress):
+    def __init__(self, options: records.Options | None = None) -> None:
+        self.on_flow = lambda _: None
+        self.on_fault = lambda _: None
+        self._process = process.EgressProcess(
+            options=options, on_record=self._recorded, on_fault=self._faulted
+        )
+
+    def check(self, network: policy.Network) -> None:
+        _rule_set(network)
+
+    async def start(self) -> None:
+        await self._process.start()
+
+    def environment(self) -> dict[str, str]:
+        set_ = dict.fromkeys(_PROXY_NAMES, _PROXY) | {"NO_PROXY": _NO_PROXY}
+        return set_ | {name.lower(): value for name, value in set_.items()}
+
+    async def attach(self, sandbox: str, capture: interfaces.Capture, network: policy.Network) -> None:
+        await self._process.attach(sandbox, capture.sockets, _rule_set(network))
+
+    async def update(self, sandbox: str, network: policy.Network) -> None:
+        await self._process.update(sandbox, _rule_set(network))
+
+    async def detach(self, sandbox: str) -> None:
+        await self._process.detach(sandbox)
+
+    async def aclose(self) -> None:
+        await self._process.aclose()
+
+    def _faulted(self, reason: str) -> None:
+        self.on_fault(reason)
+
+    def _recorded(self, record: records.Record) -> None:
+        denial = record.denial()
+        self.on_flow(
+            interfaces.Flow(
+                sandbox=record.sandbox, stage=record.stage, verdict=record.verdict, operation=record.protocol,
+                target=record.target, reason=record.reason, rule=record.rule, source=record.source,
+                method=record.method, address=record.address, peer=record.peer, bytes_up=record.bytes_up,
+                bytes_down=record.bytes_down, duration_ms=record.duration_ms, dropped=record.dropped, denial=denial,
+            )
+        )  # fmt: skip
+
+
+def _rule_set(network: policy.Network) -> rules.RuleSet:
+    return rules.RuleSet.make(
+        network.mode, allow=network.allow, deny=network.deny, ask=network.ask, resolve=network.resolve
+    )

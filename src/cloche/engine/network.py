@@ -1,0 +1,161 @@
+"""The network of sandboxes: who has one, what became of their connections, and what is said when it is down.
+
+A sandbox gets its network after it was made and before its first command: the machine makes the sockets, the egress
+process accepts on them, and only then is the sandbox anybody's. So rules are bound the same way whether the sandbox was made
+for this caller or waited for one, and with any step failing there is no sandbox.
+
+The egress process is started by the first sandbox that needs it. It may die; then everything attached has no network,
+`fault` says so, and whoever wants to run something there waits for it a little and is refused with `network_unavailable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from cloche import errors, events, interfaces, policy
+from cloche.engine import journal, sandboxes
+
+_PATIENCE_S = 10.0
+
+
+class Networks:
+    def __init__(
+        self, make: Callable[[], interfaces.Egress], record: journal.Journal, clock: interfaces.Clock
+    ) -> None:
+        self._make = make
+        self._journal = record
+        self._clock = clock
+        self._egress: interfaces.Egress | None = None
+        self._attached: dict[str, sandboxes.Sandbox] = {}
+        self._fault = ""
+        self._back = asyncio.Event()
+
+    @property
+    def egress(self) -> interfaces.Egress:
+        if self._egress is None:
+            self._egress = self._make()
+            self._egress.on_flow = self._flow
+            self._egress.on_fault = self._faulted
+        return self._egress
+
+    def check(self, network: policy.Network) -> None:
+        """Refuse rules that cannot be, before anything is made for them."""
+        if network.mode != "off":
+            self.egress.check(network)
+
+    def environment(self, network: policy.Network) -> dict[str, str]:
+        return self.egress.environment() if network.mode != "off" else {}
+
+    async def start(self) -> None:
+        await self.egress.start()
+
+    async def attach(self, sandbox: sandboxes.Sandbox) -> None:
+        """Give a sandbox the network of its rules; raises and has given nothing if any part is missing."""
+        network = sandbox.rules.network
+        machine = sandbox.machine
+        made = await machine.capture()
+        self._attached[sandbox.id] = sandbox
+        try:
+            await self.egress.attach(sandbox.id, made, network)
+        except BaseException:
+            del self._attached[sandbox.id]
+            raise
+        finally:
+            for _, fd in made.sockets:
+                os.close(fd)
+        missing = (*machine.isolation.missing, made.note) if made.note else machine.isolation.missing
+        machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode, missing=missing)
+
+    async def update(self, sandbox: sandboxes.Sandbox, network: policy.Network) -> None:
+        """New rules for a live sandbox, in force when this returns."""
+        self.egress.check(network)
+        before = sandbox.rules
+        sandbox.rules = msgspec.structs.replace(before, network=network)
+        try:
+            if sandbox.id in self._attached:
+                await self.egress.update(sandbox.id, network)
+                machine = sandbox.machine
+                machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode)
+            elif network.mode != "off":
+                await self.attach(sandbox)
+                await sandbox.machine.set_environment({**self.environment(network), **sandbox.spec.env})
+        except BaseException:
+            sandbox.rules = before
+            raise
+
+    async def detach(self, sandbox: sandboxes.Sandbox) -> None:
+        if self._attached.pop(sandbox.id, None) is not None:
+            await self.egress.detach(sandbox.id)
+
+    async def ready(self, sandbox: sandboxes.Sandbox) -> None:
+        """Wait until a sandbox that has a network really has it."""
+        if not self._fault or sandbox.id not in self._attached:
+            return
+        try:
+            await asyncio.wait_for(self._back.wait(), _PATIENCE_S)
+        except TimeoutError:
+            raise errors.error(
+                "network_unavailable",
+                f"the sandbox has no network at the moment: {self._fault}",
+                hint="try again; it is restarted by itself",
+            ) from None
+
+    async def aclose(self) -> None:
+        if self._egress is not None:
+            await self._egress.aclose()
+
+    # ── what the egress process says ────────────────────────────────────────────────────────────
+
+    def _flow(self, flow: interfaces.Flow) -> None:
+        sandbox = self._attached.get(flow.sandbox)
+        if sandbox is None or flow.stage == "closed":
+            return
+        execution = sandbox.connected(flow.peer, flow.denial)
+        self._journal.append(
+            events.Decided(
+                sandbox=sandbox.id,
+                time=self._clock.time(),
+                actor="guest",
+                verdict=flow.verdict,
+                operation=flow.operation,
+                target=flow.target,
+                rule=flow.rule,
+                source=flow.source,
+                reason=flow.reason,
+                method=flow.method,
+                address=flow.address,
+                execution=execution,
+                dropped=flow.dropped,
+            )
+        )
+        if flow.denial is not None and execution is None:
+            self._journal.append(
+                events.Denied(sandbox=sandbox.id, time=self._clock.time(), actor="guest", denial=flow.denial)
+            )
+
+    def _faulted(self, reason: str) -> None:
+        self._fault = reason
+        if not reason:
+            self._back.set()
+            return
+        self._back.clear()
+        for sandbox in self._attached.values():
+            sandbox.faulted(f"network_unavailable: {reason}")
+
+
+def difference(before: policy.Network, after: policy.Network) -> tuple[str, ...]:
+    """What a change added and took away, a line each."""
+    lines = [f"{before.mode} → {after.mode}"] if before.mode != after.mode else []
+    for field in ("allow", "deny", "ask", "resolve"):
+        old, new = _lines(getattr(before, field)), _lines(getattr(after, field))
+        lines += [f"-{field} {line}" for line in old if line not in new]
+        lines += [f"+{field} {line}" for line in new if line not in old]
+    return tuple(lines)
+
+
+def _lines(rules: tuple[str, ...] | dict[str, str]) -> list[str]:
+    return [f"{key} = {value}" for key, value in rules.items()] if isinstance(rules, dict) else list(rules)
