@@ -147,7 +147,7 @@ class Flow(NamedTuple):
     """A connection out of a sandbox was decided on, or has ended. What it says was checked; what it names is not ours."""
 
     sandbox: str
-    stage: Literal["decided", "closed"]
+    stage: Literal["decided", "closed", "credential"]
     verdict: Literal["allow", "deny"]
     operation: str
     target: str
@@ -162,6 +162,9 @@ class Flow(NamedTuple):
     bytes_down: int = 0
     duration_ms: float = 0
     dropped: int = 0
+    secret: str = ""
+    place: str = ""
+    """Stage `credential`: which secret was put in, and where in the request."""
     denial: model.Denial | None = None
 
 

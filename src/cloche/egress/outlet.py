@@ -57,7 +57,8 @@ class LocalEgress(interfaces.Egress):
                 sandbox=record.sandbox, stage=record.stage, verdict=record.verdict, operation=record.protocol,
                 target=record.target, reason=record.reason, rule=record.rule, source=record.source,
                 method=record.method, address=record.address, peer=record.peer, bytes_up=record.bytes_up,
-                bytes_down=record.bytes_down, duration_ms=record.duration_ms, dropped=record.dropped, denial=denial,
+                bytes_down=record.bytes_down, duration_ms=record.duration_ms, dropped=record.dropped,
+                secret=record.secret, place=record.place, denial=denial,
             )
         )  # fmt: skip
 

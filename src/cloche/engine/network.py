@@ -115,27 +115,24 @@ class Networks:
         if sandbox is None or flow.stage == "closed":
             return
         execution = sandbox.connected(flow.peer, flow.denial)
-        self._journal.append(
-            events.Decided(
-                sandbox=sandbox.id,
-                time=self._clock.time(),
-                actor="guest",
-                verdict=flow.verdict,
-                operation=flow.operation,
-                target=flow.target,
-                rule=flow.rule,
-                source=flow.source,
-                reason=flow.reason,
-                method=flow.method,
-                address=flow.address,
-                execution=execution,
-                dropped=flow.dropped,
-            )
-        )
+        self._journal.append(self._event(flow, execution))
         if flow.denial is not None and execution is None:
             self._journal.append(
                 events.Denied(sandbox=sandbox.id, time=self._clock.time(), actor="guest", denial=flow.denial)
             )
+
+    def _event(self, flow: interfaces.Flow, execution: str | None) -> events.AnyEvent:
+        now = self._clock.time()
+        if flow.stage == "credential" and flow.verdict == "allow":
+            return events.CredentialUsed(
+                sandbox=flow.sandbox, time=now, actor="guest", secret=flow.secret, host=flow.target,
+                place=flow.place, method=flow.method, execution=execution,
+            )  # fmt: skip
+        return events.Decided(
+            sandbox=flow.sandbox, time=now, actor="guest", verdict=flow.verdict, operation=flow.operation,
+            target=flow.target, rule=flow.rule, source=flow.source, reason=flow.reason, method=flow.method,
+            address=flow.address, execution=execution, dropped=flow.dropped,
+        )  # fmt: skip
 
     def _faulted(self, reason: str) -> None:
         self._fault = reason
