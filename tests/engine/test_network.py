@@ -36,13 +36,17 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def secure(tmp_path_factory):
-    """An HTTPS server for good.test and other.test, and its certificate."""
-    cert, key = room.certificate(tmp_path_factory.mktemp("ca"), "good.test", "other.test")
+def certificate(tmp_path_factory):
+    return room.certificate(tmp_path_factory.mktemp("ca"), "good.test", "other.test")
+
+
+@pytest.fixture(scope="module")
+def secure(certificate):
+    """An HTTPS server for good.test and other.test."""
+    cert, key = certificate
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     with room.serving(context) as made:
-        made.certificate = cert.read_bytes()
         yield made
 
 
@@ -136,11 +140,11 @@ def test_what_no_rule_allows_is_refused_and_its_twin_works(server, prefix):
 
 
 @pytest.mark.parametrize("prefix", ["", "env -i "], ids=["by proxy variables", "captured"])
-def test_https_through_the_rules(secure, prefix):
+def test_https_through_the_rules(secure, certificate, prefix):
     with cloche.Sandbox(
         allow=["good.test:443"], resolve=led(secure, "good.test", "other.test", port=443)
     ) as box:
-        box.files.write("ca.pem", secure.certificate)
+        box.files.write("ca.pem", certificate[0].read_bytes())
         bad = box.exec(f"{prefix}curl -sS --cacert ca.pem https://other.test/")
         good = box.exec(f"{prefix}curl -sS --cacert ca.pem https://good.test/y")
     assert bad.exit_code != 0
@@ -297,7 +301,7 @@ def test_many_sandboxes_at_once_are_kept_apart(server):
             other = box.exec(f"curl -sS http://s{(number + 1) % 6}.test/")
             seen[number] = (mine.stdout, mine.denials, len(other.denials))
 
-    seen = {}
+    seen: dict[int, tuple] = {}
     threads = [threading.Thread(target=one, args=(n, seen)) for n in range(6)]
     for thread in threads:
         thread.start()
