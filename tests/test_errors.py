@@ -22,6 +22,7 @@ NO_NOUN = {
 }  # fmt: skip
 NOUNS = {
     "action", "address", "body", "claim", "key", "method", "pool", "rate", "route", "scope", "snapshot", "startup", "version", "volume",
+    "image", "recipe",
     "apply", "argument", "audit", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
     "execution", "field", "file", "flag", "guest", "host", "internal", "isolation", "kernel", "language", "launcher",
     "limit", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "sandbox", "server",

@@ -20,6 +20,8 @@ GROUPS = {
     "guest": settings.Guest,
     "server": settings.Server,
     "audit": settings.Audit,
+    "images": settings.Images,
+    "build": settings.Build,
 }
 
 

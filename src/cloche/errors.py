@@ -80,6 +80,12 @@ TABLE: dict[str, Face] = {
     "template_invalid": _BAD,
     "pool_invalid": _BAD,
     "field_refused": _BAD,
+    "image_reference_invalid": _BAD,
+    "image_invalid": _BAD,
+    "image_digest_mismatch": _BAD,
+    "recipe_invalid": _BAD,
+    "recipe_step_failed": Face(422, 125, -32603, "BuildFailed"),
+    "image_too_large": _LARGE,
     "file_too_large": _LARGE,
     "body_too_large": _LARGE,
     "method_refused": Face(405, 125, -32601, "MethodNotAllowed"),
@@ -96,6 +102,8 @@ TABLE: dict[str, Face] = {
     "key_refused": _UNKNOWN,
     "scope_missing": _FORBIDDEN,
     "apply_refused": _FORBIDDEN,
+    "image_layer_refused": _FORBIDDEN,
+    "image_auth_required": Face(401, 125, -32602, "Unauthorized"),
     # not there
     "sandbox_not_found": _MISSING,
     "key_not_found": _MISSING,
@@ -109,6 +117,7 @@ TABLE: dict[str, Face] = {
     "context_not_found": _MISSING,
     "file_not_found": _MISSING,
     "user_not_found": _MISSING,
+    "image_not_found": _MISSING,
     # conflicts
     "name_conflict": _CLASH,
     "version_conflict": _CLASH,
@@ -125,6 +134,7 @@ TABLE: dict[str, Face] = {
     "context_has_threads": _CLASH,
     "used_after_fork": _CLASH,
     "sandbox_stopped": _CLASH,
+    "image_in_use": _CLASH,
     # the sandbox failed
     "sandbox_lost": _GONE,
     "sandbox_expired": _GONE,
@@ -144,12 +154,14 @@ TABLE: dict[str, Face] = {
     "kernel_feature_missing": _UNSUPPORTED,
     "needs_subuids": _UNSUPPORTED,
     "not_supported_by_driver": _UNSUPPORTED,
+    "image_tool_missing": _UNSUPPORTED,
     # the server
     "server_unavailable": _AWAY,
     "server_version_mismatch": Face(426, 125, -32603, "UpgradeRequired"),
     "connection_lost": _AWAY,
     "audit_unavailable": _AWAY,
     "network_unavailable": _AWAY,
+    "image_registry_failed": _AWAY,
     # asked for
     "command_failed": Face(422, 1, -32603, "CommandFailed"),
     # ours
@@ -263,22 +275,23 @@ class InternalError(ClocheError):
 _CODES: dict[type[ClocheError], str] = {
     PolicyRefused: (
         "host_path_refused permission_denied user_refused isolation_too_low network_refused peer_refused apply_refused "
-        "key_missing key_refused scope_missing"
+        "key_missing key_refused scope_missing image_layer_refused image_auth_required"
     ),
     NotFound: (
         "sandbox_not_found key_not_found route_not_found template_not_found pool_not_found claim_not_found snapshot_not_found volume_not_found "
-        "execution_not_found context_not_found file_not_found user_not_found"
+        "execution_not_found context_not_found file_not_found user_not_found image_not_found"
     ),
     Conflict: (
         "name_conflict version_conflict template_in_use sandbox_claimed volume_in_use file_exists directory_not_empty state_locked state_too_new state_corrupt execution_finished "
-        "context_busy context_has_threads used_after_fork sandbox_stopped"
+        "context_busy context_has_threads used_after_fork sandbox_stopped image_in_use"
     ),
     SandboxError: "sandbox_create_failed startup_failed sandbox_disk_full guest_misbehaved launcher_lost",
     SandboxLost: "sandbox_lost sandbox_expired context_lost",
     CapacityExceeded: "capacity_exceeded rate_exceeded disk_full wait_timeout",
-    NotSupported: "linux_only kernel_feature_missing needs_subuids not_supported_by_driver",
+    NotSupported: "linux_only kernel_feature_missing needs_subuids not_supported_by_driver image_tool_missing",
     ServerUnavailable: (
-        "server_unavailable server_version_mismatch connection_lost audit_unavailable network_unavailable"
+        "server_unavailable server_version_mismatch connection_lost audit_unavailable network_unavailable "
+        "image_registry_failed"
     ),
     CommandFailed: "command_failed",
     InternalError: "internal_error",

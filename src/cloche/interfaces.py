@@ -207,6 +207,60 @@ class Egress(ABC):
     async def aclose(self) -> None: ...
 
 
+class Layer(NamedTuple):
+    """What a sandbox wrote above its root: the upper directory of an overlay (device 0:0 is a whiteout, the attributes
+    `opaque` and `redirect` mean what the kernel means by them). Outlives the sandbox in whoever duplicated it."""
+
+    fd: int
+    first_id: int | None
+    """The host's id of the sandbox's root, from which owners are counted; None where all is the engine's own."""
+
+
+class Image(Protocol):
+    """A root that sandboxes start from: unpacked, fitted with what a sandbox needs, never written again.
+
+    Its files belong to the ids that the image says if the engine is root, else to the engine's own. It stays where it is
+    until it is released; twice is harmless.
+    """
+
+    @property
+    def info(self) -> model.ImageInfo: ...
+
+    @property
+    def root(self) -> str: ...
+
+    def release(self) -> None: ...
+
+
+Progress = Callable[[model.ImageProgress], None]
+
+
+class ImageSource(ABC):
+    """Where roots come from. A reference means what docs/guides/images.md says."""
+
+    @abstractmethod
+    async def resolve(
+        self, reference: str, progress: Progress | None = None, *, fresh: bool = False
+    ) -> Image:
+        """The image, fetched and unpacked if it is not here; with `fresh`, what the reference means now. Raises one of the
+        `image_…` errors, and leaves nothing half-made."""
+
+    @abstractmethod
+    def images(self) -> list[model.ImageInfo]: ...
+
+    @abstractmethod
+    def find(self, reference: str) -> model.ImageInfo:
+        """An image that is here, else `image_not_found`."""
+
+    @abstractmethod
+    def remove(self, reference: str) -> model.ImageInfo:
+        """Remove what is here; `image_in_use` while a sandbox is made of it."""
+
+    @abstractmethod
+    def collect(self) -> list[model.ImageInfo]:
+        """Remove half-made ones of dead engines, and beyond the size limit the least recently used; what went."""
+
+
 class Machine(ABC):
     """One running sandbox.
 
@@ -224,6 +278,8 @@ class Machine(ABC):
     """Where commands start and what relative paths mean."""
     upper_fd: int = -1
     """The writable layer above an overlaid workspace, as a directory; -1 where there is none."""
+    layer: Layer | None = None
+    """The writable layer above the root, where there is one; the machine closes it at its end."""
     ended: asyncio.Future[str]
     """Resolves once, with the reason, when nothing of the machine runs any more."""
     on_denial: Callable[[int, model.Denial], None]
@@ -308,10 +364,16 @@ class Driver(ABC):
 
     @abstractmethod
     async def create(
-        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged, exposure: Exposure | None = None
+        self,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Merged,
+        exposure: Exposure | None = None,
+        image: Image | None = None,
     ) -> Machine:
         """Make a running machine, or raise and leave nothing behind. A driver that cannot show the `exposure` exactly as
-        described refuses with `not_supported_by_driver`."""
+        described, or has no root but the host's, refuses with `not_supported_by_driver`. The `image` is held by the caller
+        until the machine has ended."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -459,6 +521,24 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete_context(self, sandbox: str, context: str) -> None: ...
+
+    @abstractmethod
+    async def images(self) -> builtins.list[model.ImageInfo]:
+        """The images that are unpacked here, most recently used first."""
+
+    @abstractmethod
+    async def image(self, reference: str) -> model.ImageInfo: ...
+
+    @abstractmethod
+    def pull_image(self, reference: str) -> AsyncIterator[model.ImageProgress]:
+        """Fetch what a reference means now; the last item is `done` and has the image."""
+
+    @abstractmethod
+    async def remove_image(self, reference: str) -> model.ImageInfo: ...
+
+    @abstractmethod
+    async def gc_images(self) -> builtins.list[model.ImageInfo]:
+        """Remove half-made images, and beyond the size limit the least recently used; what went."""
 
     @abstractmethod
     async def suspend(self, sandbox: str) -> model.SandboxInfo: ...

@@ -195,6 +195,8 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
     def check(self) -> None:
         if self.name is not None:
             check_name(self.name)
+        if self.image is not None and (not self.image or not self.image.isprintable()):
+            raise errors.error("image_reference_invalid", f"{self.image[:200]!r} is not the name of an image")
         check_environment(self.env)
         for key, value in self.labels.items():
             if not key or len(key) > 256 or len(value) > 1024 or not (key + value).isprintable():
@@ -383,6 +385,43 @@ class SandboxUsage(Noun, frozen=True, kw_only=True):
     cpu_ms: float
     pids: int
     oom_kills: int
+
+
+# ── what a sandbox starts from ──────────────────────────────────────────────────────────────────────
+
+
+ImageKind = Literal["directory", "layout", "archive", "registry", "recipe"]
+
+
+class ImageInfo(Noun, frozen=True, kw_only=True):
+    """An image that is unpacked here. Its `digest` is its name for good; a reference may come to mean another."""
+
+    reference: str
+    digest: str
+    kind: ImageKind
+    size_bytes: int
+    """What it takes by itself: files that a recipe shares with the image it began from are counted there."""
+    created_at: float
+    last_used_at: float
+    in_use: bool = False
+    env: dict[str, str] = {}
+    user: str = ""
+    working_dir: str = ""
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    """What its maker chose, for whoever starts a program of it; a sandbox starts none by itself."""
+
+
+class ImageProgress(Noun, frozen=True, kw_only=True):
+    """One word about an image that is being made: a step begins, a line of its log, or it is done."""
+
+    kind: Literal["step", "log", "done"]
+    text: str = ""
+    step: int = 0
+    steps: int = 0
+    cached: bool = False
+    """The step was not run: its outcome was there."""
+    image: ImageInfo | None = None
 
 
 # ── what an execution was ──────────────────────────────────────────────────────────────────────────

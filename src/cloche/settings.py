@@ -150,6 +150,40 @@ class Server(Group, frozen=True, kw_only=True):
     """Seconds that requests under way get to finish when the server is told to stop."""
 
 
+class Images(Group, frozen=True, kw_only=True):
+    """Roots that sandboxes start from, other than this machine's own programs."""
+
+    max_mib: Positive = 20480
+    """MiB that unpacked images may take below `$CLOCHE_HOME/images`. Beyond it those go that were not used for longest
+    and are not in use; one image that is larger by itself is refused with `image_too_large`. 20 GiB hold a good
+    dozen of the usual ones, and no archive can fill the disk by unpacking."""
+
+    registries_insecure: tuple[str, ...] = ()
+    """Registries (`host:port`) that are spoken to without TLS, or with a certificate that nobody vouches for. None by
+    default: what comes from such a place is what the network says it is."""
+
+    auth_file: str | None = None
+    """A file with credentials of registries, in the format of `docker login`; `"none"` (the default) leaves it to
+    skopeo, which looks where `podman login` and `docker login` write."""
+
+
+class Build(Group, frozen=True, kw_only=True):
+    """The sandboxes that the steps of a recipe run in."""
+
+    allow: tuple[str, ...] = (
+        "pypi.org", "files.pythonhosted.org", "registry.npmjs.org", "deb.debian.org", "security.debian.org",
+        "archive.ubuntu.com", "security.ubuntu.com", "dl-cdn.alpinelinux.org",
+    )  # fmt: skip
+    """Network rules of a build, as a policy's `allow`: the package registries that `pip`, `npm` and `apt` steps need, and
+    nothing else. Name your mirrors here; an empty list builds offline."""
+
+    resources: model.Resources = model.Resources(memory_mib=2048, cpus=2.0, pids=1024, disk_mib=4096)
+    """What one step may take. More than a sandbox's default, because compilers and package managers do."""
+
+    step_timeout_s: Seconds = 1800
+    """Seconds that one step may run. Half an hour is for large packages on small machines."""
+
+
 class Audit(Group, frozen=True, kw_only=True):
     """The record of who did what (`cloche audit`)."""
 
@@ -198,6 +232,8 @@ class Settings(Group, frozen=True, kw_only=True):
     guest: Guest = Guest()
     server: Server = Server()
     audit: Audit = Audit()
+    images: Images = Images()
+    build: Build = Build()
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, cached_property
 
-from cloche import engine, events, interfaces, policy, settings, store
+from cloche import engine, events, interfaces, model, policy, settings, store
 from cloche.drivers import namespaces, spawning
 from cloche.guest import interpreter, shells
 from cloche.linux import processes
@@ -67,6 +67,37 @@ def egress() -> interfaces.Egress:
     from cloche.egress import outlet
 
     return outlet.LocalEgress()
+
+
+class Images(interfaces.ImageSource):
+    """`images.source.LocalImages`, made at the first use."""
+
+    def __init__(self, config: settings.Settings, environment: Mapping[str, str]) -> None:
+        self._config = config
+        self._environment = environment
+
+    async def resolve(
+        self, reference: str, progress: interfaces.Progress | None = None, *, fresh: bool = False
+    ) -> interfaces.Image:
+        return await self._local.resolve(reference, progress, fresh=fresh)
+
+    def images(self) -> list[model.ImageInfo]:
+        return self._local.images()
+
+    def find(self, reference: str) -> model.ImageInfo:
+        return self._local.find(reference)
+
+    def remove(self, reference: str) -> model.ImageInfo:
+        return self._local.remove(reference)
+
+    def collect(self) -> list[model.ImageInfo]:
+        return self._local.collect()
+
+    @cached_property
+    def _local(self) -> interfaces.ImageSource:
+        from cloche.images import source
+
+        return source.LocalImages(self._config.home, self._config.images, self._environment)
 
 
 def interpreters() -> dict[str, interfaces.Interpreter]:
@@ -133,6 +164,7 @@ def make_engine(
         interpreters=interpreters(),
         workspaces=Workspaces(config.home, environment),
         egress=egress,
+        images=Images(config, environment),
         where=where,
         audit=_audit(config, who, once=once),
         warm=config.keeper.warm_sandboxes if warm else 0,

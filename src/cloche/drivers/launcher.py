@@ -290,19 +290,28 @@ class Launcher:
         builder.apply(steps)
         trace.append(time.monotonic_ns())
         terminals = os.open(self.stage.root + "/dev/pts", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        layer = builder.open_layer() if message.get("layer") else -1
         mounts.pivot(self.stage.root)
         mounted = (
             os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC) if message.get("watch_mounts") else -1
         )
         self.enter_user_namespace(builder.user_fd)
         _limit(message["rlimits"], message.get("affinity"))  # type: ignore[arg-type]
-        _keep_only(link.fileno(), terminals, builder.upper_fd, mounted)
+        _keep_only(link.fileno(), terminals, builder.upper_fd, mounted, layer)
         trace.append(time.monotonic_ns())
         listener = self.lock(message, filter_)
         trace.append(time.monotonic_ns())
-        passed = {"terminals": terminals, "upper": builder.upper_fd, "mounts": mounted, "listener": listener}
+        passed = {
+            "terminals": terminals,
+            "upper": builder.upper_fd,
+            "mounts": mounted,
+            "listener": listener,
+            "layer": layer,
+        }
         passed = {name: fd for name, fd in passed.items() if fd >= 0}
-        wire.send(link, {"ready": True, "trace": trace, "passed": list(passed)}, list(passed.values()))
+        first_id = None if self.rootless else builder.guest_uid
+        answer = {"ready": True, "trace": trace, "passed": list(passed), "first_id": first_id}
+        wire.send(link, answer, list(passed.values()))
         wire.close_all(list(passed.values()))
         agent.Agent(link, message["agent"]).run()  # type: ignore[arg-type]
 

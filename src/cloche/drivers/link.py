@@ -51,6 +51,7 @@ class Frame(msgspec.Struct):
     passed: tuple[str, ...] = ("terminals", "listener")
     """What the descriptors of `ready` are, in order."""
     trace: list[Size] = []
+    first_id: Size | None = None
     failed: str | None = None
     exit: Number | None = None
     status: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)] = 0

@@ -66,6 +66,8 @@ class GuestMachine(interfaces.Machine):
             self.upper_fd = passed.get("upper", -1)
             if "listener" in passed:
                 self._listen(passed["listener"])
+            if "layer" in passed:
+                self.layer = interfaces.Layer(passed["layer"], frame.first_id)
             if "mounts" in passed:
                 self._watch_mounts(passed["mounts"])
             self.trace = frame.trace
@@ -118,9 +120,10 @@ class GuestMachine(interfaces.Machine):
         self._gone = True
         self._reason = self._reason or reason or "its first process ended"
         self._link.close(self._reason)
-        for fd in (self._terminals, self.upper_fd):
+        for fd in (self._terminals, self.upper_fd, self.layer.fd if self.layer is not None else -1):
             if fd >= 0:
                 os.close(fd)
+        self.layer = None
         self._terminals = self.upper_fd = -1
         self._stop_listening()
         self._release()

@@ -22,7 +22,7 @@ import msgspec
 from cloche import errors, interfaces, model, policy
 from cloche.drivers import holding, spawning, watching
 from cloche.guest import wire
-from cloche.images import host
+from cloche.images import host, roots
 from cloche.linux import cgroups, landlock, loops, mounts
 
 FIRST_UID = 0x7000_0000
@@ -243,7 +243,10 @@ class NamespacesDriver(interfaces.Driver):
         spec: model.SandboxSpec,
         rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
+        image: interfaces.Image | None = None,
     ) -> NamespacesMachine:
+        if image is not None:
+            roots.check(image.root, exposure)
         if not self.alive:
             await self._start_launcher(self.facts.rootless)
         self._require(rules)
@@ -253,7 +256,7 @@ class NamespacesDriver(interfaces.Driver):
             await made.spawned
             made.assign(sandbox_id, self._isolation(rules), exposure)
             held = made.hold(spec.resources, self._disk_limit(spec.resources.disk_mib))
-            made.tell(self._message(spec, rules, exposure, held))
+            made.tell(self._message(spec, rules, exposure, held, image))
             await made.ready
         except BaseException:
             await made.kill("creation failed")
@@ -331,28 +334,34 @@ class NamespacesDriver(interfaces.Driver):
         rules: policy.Merged,
         exposure: interfaces.Exposure | None,
         held: holding.Held,
+        image: interfaces.Image | None,
     ) -> dict[str, Any]:
         resources = spec.resources
+        base = self._image if image is None else roots.of(image)
         self._usual = (resources, rules.files.root)
         extra = dict(exposure.env) if exposure is not None else {}
         return {
-            "steps": mounts.plan(self._view(resources, rules.files.root, exposure)), "rlimits": held.rlimits, "affinity": held.affinity,
+            "steps": mounts.plan(self._view(resources, rules.files.root, exposure, base)), "rlimits": held.rlimits, "affinity": held.affinity,
             "syscalls": rules.syscalls.profile, "landlock": _landlock_rules(rules, exposure),
             "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
-            "watch_mounts": exposure is not None and bool(exposure.protect),
+            "layer": rules.files.root == "overlay", "watch_mounts": exposure is not None and bool(exposure.protect),
             "agent": {
-                "env": {**self._image.environment, **extra, **spec.env}, "uid": host.USER_ID,
+                "env": {**base.environment, **extra, **spec.env}, "uid": host.USER_ID,
                 "cwd": exposure.cwd if exposure is not None else "/workspace",
                 "can_switch": not self.facts.rootless,
             },
         }  # fmt: skip
 
     def _view(
-        self, resources: model.Resources, root: policy.Root, exposure: interfaces.Exposure | None
+        self,
+        resources: model.Resources,
+        root: policy.Root,
+        exposure: interfaces.Exposure | None,
+        base: host.HostImage,
     ) -> mounts.View:
         shown = exposure or interfaces.Exposure(root="", owner=(0, 0))
         return mounts.View(
-            skeleton=self._image.skeleton, layers=self._image.layers, writable=root == "overlay",
+            skeleton=base.skeleton, layers=base.layers, writable=root == "overlay",
             shm_mib=max(1, min(resources.memory_mib // 2, 1024)),
             overlays=(shown.root,) if shown.overlay else (),
             binds=tuple(mounts.Bind(b.source, b.target, writable=b.writable, owner=b.owner) for b in shown.binds),
@@ -364,10 +373,11 @@ class NamespacesDriver(interfaces.Driver):
         return model.Limit(value=mib, enforcement="enforced", by=by)
 
     def _shape(self, resources: model.Resources, root: policy.Root) -> dict[str, Any]:
-        """What embryos are given ahead of need: the disk and the root that were asked for last."""
+        """What embryos are given ahead of need: the disk and the root that were asked for last, on the host's programs.
+        An image is not held for them: one that was removed must not be in a root that waits."""
         return {
             "disk": self._disk(resources.disk_mib),
-            "steps": mounts.plan(self._view(resources, root, None)),
+            "steps": mounts.plan(self._view(resources, root, None, self._image)),
         }
 
     def _disk(self, mib: int) -> dict[str, Any]:

@@ -136,7 +136,14 @@ class SpawnedDriver(interfaces.Driver):
         spec: model.SandboxSpec,
         rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
+        image: interfaces.Image | None = None,
     ) -> SpawnedMachine:
+        if image is not None:
+            raise errors.error(
+                "not_supported_by_driver",
+                f"the driver {self.name!r} has no root but this machine's own",
+                hint="use the driver 'namespaces' for an image",
+            )
         self._refuse(rules, exposure)
         made = self.make(sandbox_id, spec, rules)
         try:

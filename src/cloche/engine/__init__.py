@@ -18,7 +18,7 @@ import msgspec
 
 from cloche import errors, events, interfaces, model, policy, settings
 from cloche.engine import contexts as code_contexts
-from cloche.engine import execution, files, journal, network, placement, reaping, refusals, sandboxes
+from cloche.engine import execution, files, imaging, journal, network, placement, reaping, refusals, sandboxes
 
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
 
@@ -43,6 +43,7 @@ class Engine(interfaces.Backend):
         interpreters: Mapping[str, interfaces.Interpreter],
         workspaces: interfaces.Workspaces,
         egress: Callable[[], interfaces.Egress],
+        images: interfaces.ImageSource | None = None,
         where: str = "in process",
         clock: interfaces.Clock | None = None,
         audit: interfaces.Audit | None = None,
@@ -54,6 +55,7 @@ class Engine(interfaces.Backend):
         self._clock = clock or SystemClock()
         self._interpreters = interpreters
         self._workspaces = workspaces
+        self._imaging = imaging.Imaging(self, images)
         self._placement = placement.Placement(drivers)
         self._sandboxes: dict[str, sandboxes.Sandbox] = {}
         self._names: dict[str, str] = {}
@@ -199,8 +201,10 @@ class Engine(interfaces.Backend):
         self, spec: model.SandboxSpec, rules: policy.Merged, lent: interfaces.Workspace | None = None
     ) -> interfaces.Machine:
         minimum = max(spec.minimum_isolation, rules.isolation.minimum, key=model.LEVELS.index)
-        driver = await self._placement.choose(minimum, spec.driver)
-        return await driver.create(model.new_id(), spec, rules, lent.exposure if lent is not None else None)
+        async with self._imaging.of(spec) as use:
+            driver = await self._placement.choose(minimum, spec.driver)
+            exposure = lent.exposure if lent is not None else None
+            return use(await driver.create(model.new_id(), spec, rules, exposure, use.image))
 
     async def _connect(self, made: sandboxes.Sandbox) -> None:
         """Its network, if its rules give it one; without it the sandbox is not made."""
@@ -637,6 +641,23 @@ class Engine(interfaces.Backend):
         chosen = await self._context(sandbox, context)
         self._find(sandbox).contexts.pop(chosen.id, None)
         await chosen.kill()
+
+    # ── images ──────────────────────────────────────────────────────────────────────────────────
+
+    async def images(self) -> builtins.list[model.ImageInfo]:
+        return await self._imaging.images()
+
+    async def image(self, reference: str) -> model.ImageInfo:
+        return await self._imaging.find(reference)
+
+    def pull_image(self, reference: str) -> AsyncIterator[model.ImageProgress]:
+        return self._imaging.pull(reference)
+
+    async def remove_image(self, reference: str) -> model.ImageInfo:
+        return await self._imaging.remove(reference)
+
+    async def gc_images(self) -> builtins.list[model.ImageInfo]:
+        return await self._imaging.collect()
 
     # ── the journal, and the rest ───────────────────────────────────────────────────────────────
 

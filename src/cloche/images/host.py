@@ -26,7 +26,7 @@ _DIRECTORIES = {
     "dev": 0o755, "proc": 0o555, "sys": 0o555, "run": 0o755, "tmp": 0o1777, "var": 0o755, "var/tmp": 0o1777,
     "var/log": 0o755, "var/cache": 0o755, "var/lib": 0o755, "root": 0o755, "home": 0o755, "mnt": 0o755, "srv": 0o755, "etc": 0o755,
 }  # fmt: skip
-_FILES = {
+FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000:user:/home/user:/bin/bash\n"
     "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     "etc/group": "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n",
@@ -87,7 +87,7 @@ def _build(root: str, layers: tuple[str, ...]) -> None:
             os.mkdir(root + program, 0o755)
     for name in ETC:
         _copy(f"/etc/{name}", f"{root}/etc/{name}")
-    for name, text in _FILES.items():
+    for name, text in FILES.items():
         with open(f"{root}/{name}", "w") as file:
             file.write(text)
     os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
@@ -131,7 +131,7 @@ def _copy(source: str, target: str) -> None:
 
 def _signature(layers: tuple[str, ...]) -> str:
     """Changes when what was copied, or the code that copies, changes. Checksums suffice: nobody else chooses the input."""
-    facts = repr((layers, ETC, sorted(_FILES.items()), os.geteuid() == 0, 5))
+    facts = repr((layers, ETC, sorted(FILES.items()), os.geteuid() == 0, 5))
     for name in ETC:
         try:
             info = os.stat(f"/etc/{name}")

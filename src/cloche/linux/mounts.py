@@ -256,6 +256,10 @@ class Builder:
             f"lowerdir={_escape(lower)},upperdir={upper}/up,workdir={upper}/work,{extra}",
         )  # fmt: skip
 
+    def open_layer(self) -> int:
+        """What is written above the root, as a directory: the first overlay that was made."""
+        return os.open(f"{self.stage.path}/disk/u0/up", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
     def do_private(self, target: str, shape: str, _options: "dict[str, Any]") -> None:
         name = "p" + target.replace("/", "_")
         self.make_private(name, shape, "up")

@@ -73,10 +73,11 @@ class FakeDriver(interfaces.Driver):
         spec: model.SandboxSpec,
         rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
+        image: interfaces.Image | None = None,
     ) -> FakeMachine:
         if self.fails is not None:
             raise self.fails
-        made = FakeMachine(sandbox_id, self, spec, rules, exposure)
+        made = FakeMachine(sandbox_id, self, spec, rules, exposure, image)
         self.machines.append(made)
         return made
 
@@ -103,10 +104,10 @@ class FakeMachine(interfaces.Machine):
 
     def __init__(
         self, sandbox_id: str, driver: FakeDriver, spec: model.SandboxSpec, rules: policy.Merged,
-        exposure: interfaces.Exposure | None,
+        exposure: interfaces.Exposure | None, image: interfaces.Image | None = None,
     ) -> None:  # fmt: skip
         self.id = sandbox_id
-        self.spec, self.rules, self.exposure = spec, rules, exposure
+        self.spec, self.rules, self.exposure, self.image = spec, rules, exposure, image
         self.isolation = model.Isolation(
             level=driver.level, driver=driver.name, missing=("there is no sandbox at all",)
         )

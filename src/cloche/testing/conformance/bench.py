@@ -150,8 +150,9 @@ class Recording(interfaces.Driver):
         spec: model.SandboxSpec,
         rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
+        image: interfaces.Image | None = None,
     ) -> interfaces.Machine:
-        made = await self.inner.create(sandbox_id, spec, rules, exposure)
+        made = await self.inner.create(sandbox_id, spec, rules, exposure, image)
         self.machines.append(made)
         return made
 

@@ -96,9 +96,10 @@ class PlainDriver(interfaces.Driver):
         spec: model.SandboxSpec,
         rules: policy.Merged,
         exposure: interfaces.Exposure | None = None,
+        image: interfaces.Image | None = None,
     ) -> PlainMachine:
-        if exposure is not None:
-            raise errors.error("not_supported_by_driver", "workspaces cannot be shown")
+        if exposure is not None or image is not None:
+            raise errors.error("not_supported_by_driver", "neither workspaces nor images can be shown")
         if rules.isolation.required and "required" not in self.flaws:
             raise errors.error("kernel_feature_missing", f"there is no {rules.isolation.required[0]}")
         name = "shared" if "shared" in self.flaws else sandbox_id
