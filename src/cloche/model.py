@@ -264,6 +264,13 @@ class ExecRequest(Noun, frozen=True, kw_only=True):
             )
 
 
+def absolute_image(reference: str) -> str:
+    """An image's name with its path as seen from here: only the caller knows what a relative one means."""
+    scheme, colon, path = reference.partition(":")
+    local = colon and scheme in ("dir", "oci", "oci-archive", "docker-archive")
+    return f"{scheme}:{os.path.abspath(path)}" if local and path else reference
+
+
 def check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise errors.error(

@@ -54,6 +54,7 @@ def spec_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--profile", metavar="P", help="restrictive, moderate (default) or permissive")
     add("--template", metavar="T", help="the starting point (default: base)")
+    add("--image", metavar="REF", help="what the root is made of (default: the template's)")
     add("--name", metavar="NAME", help="a name, unique among live sandboxes")
     add("--memory", metavar="MIB", help="memory limit (default: 512)")
     add("--cpus", metavar="N", help="processors (default: 1)")

@@ -28,6 +28,7 @@ class Shape(TypedDict, total=False):
 
     profile: str | None
     template: str | None
+    image: str | None
     env: dict[str, str] | None
     memory_mib: int | None
     cpus: float | None
@@ -338,6 +339,7 @@ class AsyncSandbox(Handle):
         *,
         profile: str | None = None,
         template: str | None = None,
+        image: str | None = None,
         env: dict[str, str] | None = None,
         memory_mib: int | None = None,
         cpus: float | None = None,
@@ -363,6 +365,7 @@ class AsyncSandbox(Handle):
         said: dict[str, Any] = {
             "name": name,
             "template": template,
+            "image": None if image is None else model.absolute_image(image),
             "profile": profile,
             "env": env,
             "resources": {field: value for field, value in resources.items() if value is not None},

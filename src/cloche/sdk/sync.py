@@ -256,6 +256,7 @@ class Sandbox(Handle):
         *,
         profile: str | None = None,
         template: str | None = None,
+        image: str | None = None,
         env: dict[str, str] | None = None,
         memory_mib: int | None = None,
         cpus: float | None = None,
@@ -281,6 +282,7 @@ class Sandbox(Handle):
             sandboxes.AsyncSandbox.create(
                 profile=profile,
                 template=template,
+                image=image,
                 env=env,
                 memory_mib=memory_mib,
                 cpus=cpus,
