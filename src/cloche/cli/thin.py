@@ -75,14 +75,20 @@ _TEXTS = {
     "--minimum-isolation": "minimum_isolation",
 }  # fmt: skip
 _LIMITS = {"--memory": "memory_mib", "--cpus": "cpus", "--pids": "pids", "--disk": "disk_mib"}
-<<<<<<< HEAD
 _RULES = {"--network": "mode", "--allow": "allow", "--deny": "deny", "--resolve": "resolve"}
 VALUED = frozenset(
-    ("--env", "--cwd", "--timeout", "--workspace", "--user", "--secret", *_RULES, *_TEXTS, *_LIMITS)
-=======
-VALUED = frozenset(
-    ("--env", "--cwd", "--timeout", "--workspace", "--image", "--network", "--user", *_TEXTS, *_LIMITS)
->>>>>>> f64ba76 (Images by name: image= and --image)
+    (
+        "--env",
+        "--cwd",
+        "--timeout",
+        "--workspace",
+        "--image",
+        "--user",
+        "--secret",
+        *_RULES,
+        *_TEXTS,
+        *_LIMITS,
+    )
 )
 _OF_EXEC = frozenset(("--env", "--cwd", "--timeout", "--user", "--tty", "--json"))
 
@@ -144,21 +150,16 @@ def apply(options: Options, flag: str, text: str) -> bool:
             options.request["env"][name] = os.environ[name]
     elif flag == "--workspace":
         options.spec["workspace"] = os.path.abspath(text)
-<<<<<<< HEAD
     elif flag in _RULES:
         return apply_rule(options.spec.setdefault("policy", {}).setdefault("network", {}), flag, text)
     elif flag == "--secret":
         options.spec.setdefault("secrets", []).append(text)
-=======
     elif flag == "--image":
         if ":" in text and ":/" not in text:  # may be a relative path: rare enough to pay for the nouns
             from cloche import model
 
             text = model.absolute_image(text)
         options.spec["image"] = text
-    elif flag == "--network":
-        return text == "off"
->>>>>>> f64ba76 (Images by name: image= and --image)
     else:
         options.request[flag[2:]] = text
     return True
