@@ -150,6 +150,34 @@ class Server(Group, frozen=True, kw_only=True):
     """Seconds that requests under way get to finish when the server is told to stop."""
 
 
+class Audit(Group, frozen=True, kw_only=True):
+    """The record of who did what (`cloche audit`)."""
+
+    enabled: bool = True
+    """Whether there is one. It costs an execution some microseconds and a day of heavy use some megabytes."""
+
+    on_failure: Literal["warn", "refuse"] = "warn"
+    """What happens when the record cannot be written or signed, because the disk is full, say. `warn` goes on, says so with
+    every sandbox that is made, and writes what waits when it can. `refuse` answers `audit_unavailable` to everything
+    that would need a line. `warn`, because the glass holds without a record; choose `refuse` where the record is the point."""
+
+    max_segment_mib: Positive = 16
+    """MiB after which a writer begins another file. Each is signed when it is full, and after a day in any case; 16 MiB are
+    about 40,000 lines, and are checked in a second."""
+
+    keep_days: Positive | None = 90
+    """Days after its last line that a file is kept; `"none"` keeps all. Removing one is itself recorded, so that a gap is
+    known from a theft."""
+
+    fsync: bool = False
+    """Whether lines are forced to disk as they come. Without it a crash of Cloche loses nothing, a loss of power may lose
+    the last seconds, and what was signed is on disk either way. With it every busy moment costs a disk's write."""
+
+    redact: tuple[str, ...] = ()
+    """Regular expressions; what they match in commands and messages becomes `***`, in the audit log and in `cloche events`.
+    Arguments that look like a password, token or key are masked in any case."""
+
+
 class Images(Group, frozen=True, kw_only=True):
     """Roots that sandboxes start from, other than this machine's own programs."""
 
@@ -182,34 +210,6 @@ class Build(Group, frozen=True, kw_only=True):
 
     step_timeout_s: Seconds = 1800
     """Seconds that one step may run. Half an hour is for large packages on small machines."""
-
-
-class Audit(Group, frozen=True, kw_only=True):
-    """The record of who did what (`cloche audit`)."""
-
-    enabled: bool = True
-    """Whether there is one. It costs an execution some microseconds and a day of heavy use some megabytes."""
-
-    on_failure: Literal["warn", "refuse"] = "warn"
-    """What happens when the record cannot be written or signed, because the disk is full, say. `warn` goes on, says so with
-    every sandbox that is made, and writes what waits when it can. `refuse` answers `audit_unavailable` to everything
-    that would need a line. `warn`, because the glass holds without a record; choose `refuse` where the record is the point."""
-
-    max_segment_mib: Positive = 16
-    """MiB after which a writer begins another file. Each is signed when it is full, and after a day in any case; 16 MiB are
-    about 40,000 lines, and are checked in a second."""
-
-    keep_days: Positive | None = 90
-    """Days after its last line that a file is kept; `"none"` keeps all. Removing one is itself recorded, so that a gap is
-    known from a theft."""
-
-    fsync: bool = False
-    """Whether lines are forced to disk as they come. Without it a crash of Cloche loses nothing, a loss of power may lose
-    the last seconds, and what was signed is on disk either way. With it every busy moment costs a disk's write."""
-
-    redact: tuple[str, ...] = ()
-    """Regular expressions; what they match in commands and messages becomes `***`, in the audit log and in `cloche events`.
-    Arguments that look like a password, token or key are masked in any case."""
 
 
 class Settings(Group, frozen=True, kw_only=True):
