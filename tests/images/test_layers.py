@@ -362,6 +362,14 @@ def entries_of(draw):
     return info, data
 
 
+def outcome(place: Path, *stack: bytes) -> str:
+    try:
+        put(place, *stack)
+    except errors.ClocheError as problem:
+        return problem.code
+    return ""
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stack=st.lists(st.lists(entries_of(), max_size=5), min_size=1, max_size=3))
 def test_nothing_is_written_outside(tmp_path_factory, stack):
@@ -371,11 +379,9 @@ def test_nothing_is_written_outside(tmp_path_factory, stack):
     beside.mkdir()
     (beside / "file").write_bytes(b"untouched")
     before = beside.stat().st_mtime_ns
-    try:
-        root = put(place, *(layer(*entries) for entries in stack))
-    except errors.ClocheError as problem:
-        assert problem.code == "image_layer_refused"
-        root = place / "root"
+    root = place / "root"
+    code = outcome(place, *(layer(*entries) for entries in stack))
+    assert code in ("", "image_layer_refused")
     assert (beside.stat().st_mtime_ns, (beside / "file").read_bytes()) == (before, b"untouched")
     assert sorted(path.name for path in place.iterdir() if len(path.name) != 64) == ["beside", "root"]
     for path, _, files in os.walk(root):
@@ -391,8 +397,5 @@ def test_nothing_is_written_outside(tmp_path_factory, stack):
 @given(data=st.binary(max_size=3000))
 def test_rubbish_is_an_error_of_ours(tmp_path_factory, data):
     place = tmp_path_factory.mktemp("rubbish")
-    try:
-        put(place, data)
-    except errors.ClocheError as problem:
-        assert problem.code in ("image_layer_refused", "image_invalid", "image_too_large")
+    assert outcome(place, data) in ("", "image_layer_refused", "image_invalid", "image_too_large")
     shutil.rmtree(place)
