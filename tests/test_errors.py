@@ -26,7 +26,7 @@ NOUNS = {
     "apply", "argument", "audit", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
     "execution", "field", "file", "flag", "guest", "host", "internal", "isolation", "kernel", "language", "launcher",
     "limit", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "sandbox", "server",
-    "settings", "signal", "socket", "state", "template", "user", "wait", "workspace",
+    "secret", "secrets", "settings", "signal", "socket", "state", "template", "user", "wait", "workspace",
 }  # fmt: skip
 
 

@@ -76,6 +76,7 @@ TABLE: dict[str, Face] = {
     "workspace_not_found": _BAD,
     "workspace_refused": _BAD,
     "socket_path_too_long": _BAD,
+    "secret_invalid": _BAD,
     "action_invalid": _BAD,
     "template_invalid": _BAD,
     "pool_invalid": _BAD,
@@ -118,6 +119,7 @@ TABLE: dict[str, Face] = {
     "file_not_found": _MISSING,
     "user_not_found": _MISSING,
     "image_not_found": _MISSING,
+    "secret_not_found": _MISSING,
     # conflicts
     "name_conflict": _CLASH,
     "version_conflict": _CLASH,
@@ -129,6 +131,8 @@ TABLE: dict[str, Face] = {
     "state_locked": _CLASH,
     "state_too_new": _CLASH,
     "state_corrupt": _CLASH,
+    "secrets_locked": _CLASH,
+    "secrets_corrupt": _CLASH,
     "execution_finished": _CLASH,
     "context_busy": _CLASH,
     "context_has_threads": _CLASH,
@@ -280,10 +284,12 @@ _CODES: dict[type[ClocheError], str] = {
     NotFound: (
         "sandbox_not_found key_not_found route_not_found template_not_found pool_not_found claim_not_found snapshot_not_found volume_not_found "
         "execution_not_found context_not_found file_not_found user_not_found image_not_found"
+        " secret_not_found"
     ),
     Conflict: (
         "name_conflict version_conflict template_in_use sandbox_claimed volume_in_use file_exists directory_not_empty state_locked state_too_new state_corrupt execution_finished "
         "context_busy context_has_threads used_after_fork sandbox_stopped image_in_use"
+        " secrets_locked secrets_corrupt"
     ),
     SandboxError: "sandbox_create_failed startup_failed sandbox_disk_full guest_misbehaved launcher_lost",
     SandboxLost: "sandbox_lost sandbox_expired context_lost",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -384,6 +385,58 @@ class Driver(ABC):
         """Remove what machines of dead engines left behind; the ids swept."""
 
 
+class Credentials:
+    """What the network puts in for one sandbox: the secrets' names, and a sealed memory file with their values that only the
+    egress process reads. The holder closes it."""
+
+    __slots__ = ("fd", "names")
+
+    def __init__(self, names: tuple[str, ...], fd: int) -> None:
+        self.names = names
+        self.fd = fd
+
+    def __repr__(self) -> str:
+        return f"Credentials({', '.join(self.names)})"
+
+    def close(self) -> None:
+        """Twice is harmless."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Grants(NamedTuple):
+    """What a sandbox gets for the secrets it may use: placeholders to see, and credentials that it never sees."""
+
+    env: dict[str, str]
+    files: dict[str, bytes]
+    """Path inside → content; readable by the sandbox's user alone."""
+    credentials: Credentials | None
+
+
+class Secrets(ABC):
+    """Stored secrets. Methods block; callers in an event loop use a thread. Nothing here returns, prints or raises a value."""
+
+    @abstractmethod
+    def list(self) -> builtins.list[model.SecretInfo]: ...
+
+    @abstractmethod
+    def set(self, secret: model.Secret, value: bytes) -> tuple[model.SecretInfo, bool]:
+        """Store it, and whether it replaced one of that name; raises `secret_invalid`."""
+
+    @abstractmethod
+    def remove(self, name: str) -> model.SecretInfo:
+        """Raises `secret_not_found`."""
+
+    @abstractmethod
+    def rotate_key(self) -> int:
+        """Seal all values with a new key; how many."""
+
+    @abstractmethod
+    def grants(self, names: Iterable[str], sandbox_id: str) -> Grants:
+        """New placeholders for one sandbox; raises `secret_not_found`, and `secrets_locked` without the key."""
+
+
 class Backend(ABC):
     """What the SDK works on: an engine in this process, or a server far away. Sandboxes are named by id or name.
 
@@ -556,6 +609,21 @@ class Backend(ABC):
 
     @abstractmethod
     def follow_events(self, after: int = 0, sandbox: str | None = None) -> AsyncIterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    async def secrets(self) -> builtins.list[model.SecretInfo]:
+        """The stored secrets, without their values."""
+
+    @abstractmethod
+    async def set_secret(self, secret: model.Secret, value: bytes) -> model.SecretInfo:
+        """Store a secret, or replace the one of that name. Sandboxes that run keep what they were given."""
+
+    @abstractmethod
+    async def remove_secret(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def rotate_secrets_key(self) -> int:
+        """Seal all values with a new key; how many."""
 
     @abstractmethod
     async def sweep(self) -> builtins.list[str]:

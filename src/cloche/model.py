@@ -434,6 +434,37 @@ class ImageProgress(Noun, frozen=True, kw_only=True):
 # ── what an execution was ──────────────────────────────────────────────────────────────────────────
 
 
+class Secret(Noun, frozen=True, kw_only=True):
+    """A credential by its name: where it may go, in which place of a request, and where a sandbox finds its placeholder.
+    The value is never part of it."""
+
+    name: str
+    hosts: tuple[str, ...]
+    """`host[:port]`, as in network rules; `*.` and `**.` before a name, but no network and nothing that is everybody's."""
+    how: Literal["bearer", "basic", "header", "query"] = "bearer"
+    """`bearer`: the field Authorization, in any scheme; `basic`: there, as password; `header`, `query`: the one named `field`."""
+    user: str = ""
+    """`basic`: the user that is sent with it; empty leaves the client's."""
+    field: str = ""
+    format: str = ""
+    """`header`: what the field becomes, with {} for the value; empty replaces the placeholder where it stands."""
+    env: str = ""
+    """The variable that holds the placeholder inside."""
+    file: str = ""
+    """The file that holds it."""
+    body: bool = False
+    """Also replace the placeholder in the bodies of requests."""
+    plain: bool = False
+    """Also send it over HTTP without TLS."""
+
+
+class SecretInfo(Secret, frozen=True, kw_only=True):
+    """A secret that is stored."""
+
+    created_at: float
+    updated_at: float
+
+
 class Denial(Noun, frozen=True, kw_only=True):
     """Something the glass stopped, with the evidence for saying so."""
 

@@ -1,7 +1,7 @@
 """Settings: what may be chosen, why the default is what it is, and the one place where files and environment are read.
 
     ${XDG_CONFIG_HOME:-~/.config}/cloche/settings.toml      groups as tables; every key is a field below
-    CLOCHE_HOME  CLOCHE_URL  CLOCHE_API_KEY  CLOCHE_KEEPER  CI
+    CLOCHE_HOME  CLOCHE_URL  CLOCHE_API_KEY  CLOCHE_SECRETS_KEY  CLOCHE_KEEPER  CI
 
 A setting is the owner's choice for this machine; what one sandbox gets is its spec, what it may touch its policy. There
 are few, each has a paragraph, and the reference page is tested against this file. Where state lives is chosen by
@@ -212,6 +212,15 @@ class Build(Group, frozen=True, kw_only=True):
     """Seconds that one step may run. Half an hour is for large packages on small machines."""
 
 
+class Secrets(Group, frozen=True, kw_only=True):
+    """Credentials that sandboxes use and never see."""
+
+    key_file: str | None = None
+    """The file with the key that stored secrets are sealed with: 64 hexadecimal digits, mode 0600; `"none"` (the default) is
+    `keys/secrets.key` in the state directory, made at the first use. Name another to keep key and secrets on two disks, or to
+    have it from a machine's own store. `CLOCHE_SECRETS_KEY` in the environment wins over both."""
+
+
 class Settings(Group, frozen=True, kw_only=True):
     """Everything that was chosen, from wherever."""
 
@@ -226,6 +235,9 @@ class Settings(Group, frozen=True, kw_only=True):
     api_key: str | None = None
     """From `CLOCHE_API_KEY`: a client sends it, a server accepts it. Environment only, because files get shared."""
 
+    secrets_key: str | None = None
+    """From `CLOCHE_SECRETS_KEY`: the key itself, for machines that have no disk to trust. Environment only."""
+
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
     keeper: Keeper = Keeper()
@@ -234,10 +246,12 @@ class Settings(Group, frozen=True, kw_only=True):
     audit: Audit = Audit()
     images: Images = Images()
     build: Build = Build()
+    secrets: Secrets = Secrets()
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
-        shown["api_key"] = "***" if self.api_key else None
+        for name in ("api_key", "secrets_key"):
+            shown[name] = "***" if shown[name] else None
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
@@ -259,7 +273,7 @@ class Settings(Group, frozen=True, kw_only=True):
         return path
 
 
-_BY_ENVIRONMENT = ("home", "url", "api_key")
+_BY_ENVIRONMENT = ("home", "url", "api_key", "secrets_key")
 _OFF_VALUES = ("", "0", "false", "no")
 
 
@@ -272,6 +286,7 @@ def load(environment: Mapping[str, str], *, file: str | None = None) -> Settings
         chosen,
         url=_url(environment),
         api_key=environment.get("CLOCHE_API_KEY") or None,
+        secrets_key=environment.get("CLOCHE_SECRETS_KEY") or None,
         keeper=msgspec.structs.replace(chosen.keeper, start=_keeper_start(environment, chosen.keeper.start)),
     )
 

@@ -100,6 +100,13 @@ class Images(interfaces.ImageSource):
         return source.LocalImages(self._config.home, self._config.images, self._environment)
 
 
+def secrets(config: settings.Settings) -> interfaces.Secrets:
+    """Made when somebody stores, lists or grants one."""
+    from cloche import secrets as kept
+
+    return kept.LocalSecrets(config.home, key_file=config.secrets.key_file, key=config.secrets_key)
+
+
 def interpreters() -> dict[str, interfaces.Interpreter]:
     return {
         "python": interfaces.Interpreter(interpreter.command(), cache(interpreter.open_source), frames=True),
@@ -165,6 +172,7 @@ def make_engine(
         workspaces=Workspaces(config.home, environment),
         egress=egress,
         images=Images(config, environment),
+        secrets=lambda: secrets(config),
         where=where,
         audit=_audit(config, who, once=once),
         warm=config.keeper.warm_sandboxes if warm else 0,

@@ -47,6 +47,7 @@ class Own:
             interpreters=wiring.interpreters(),
             workspaces=workspaces.LocalWorkspaces(config.home, os.environ),
             egress=wiring.egress,
+            secrets=lambda: wiring.secrets(config),
             clock=self.clock,
         )
 

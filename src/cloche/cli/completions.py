@@ -5,7 +5,7 @@ Ids complete too: the script asks `cloche list --json` when a word that may be o
 
 import argparse
 
-from cloche.cli import files, main
+from cloche.cli import files, main, secrets
 
 _SHELLS = ("bash", "zsh", "fish")
 _TAKES_ID = (
@@ -44,7 +44,12 @@ def _flags(verb: str) -> list[tuple[str, str]]:
 
 def _words(verb: str) -> str:
     words = [flag for flag, _ in _flags(verb)]
-    words += {"files": list(files.ACTS), "completions": list(_SHELLS), "help": list(main.VERBS)}.get(verb, [])
+    words += {
+        "files": list(files.ACTS),
+        "secret": list(secrets.ACTS),
+        "completions": list(_SHELLS),
+        "help": list(main.VERBS),
+    }.get(verb, [])
     return " ".join(words)
 
 

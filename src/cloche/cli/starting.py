@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 READY_FD = 3
-_PASSED_ON = ("HOME", "PATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "LOGNAME")
+_PASSED_ON = ("HOME", "PATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "LOGNAME", "CLOCHE_SECRETS_KEY")
 _PATIENCE_S = 20.0
 _STEP_S = 0.01
 _SHAPE = ("profile", "template", "image", "driver", "minimum_isolation", "resources")

@@ -23,6 +23,10 @@ from cloche.engine import execution, files, imaging, journal, network, placement
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
 
 
+def _no_secrets() -> interfaces.Secrets:
+    raise errors.error("secrets_locked", "this engine keeps no secrets", hint="use one that wiring made")
+
+
 class SystemClock:
     def time(self) -> float:
         return time.time()
@@ -44,6 +48,7 @@ class Engine(interfaces.Backend):
         workspaces: interfaces.Workspaces,
         egress: Callable[[], interfaces.Egress],
         images: interfaces.ImageSource | None = None,
+        secrets: Callable[[], interfaces.Secrets] | None = None,
         where: str = "in process",
         clock: interfaces.Clock | None = None,
         audit: interfaces.Audit | None = None,
@@ -54,6 +59,7 @@ class Engine(interfaces.Backend):
         self.settings = config
         self._clock = clock or SystemClock()
         self._interpreters = interpreters
+        self._secrets = secrets or _no_secrets
         self._workspaces = workspaces
         self._imaging = imaging.Imaging(self, images)
         self._placement = placement.Placement(drivers)
@@ -316,6 +322,41 @@ class Engine(interfaces.Backend):
 
     async def usage(self, sandbox: str) -> model.SandboxUsage:
         return model.SandboxUsage(**self._find(sandbox).machine.usage()._asdict())
+
+    # ── secrets ─────────────────────────────────────────────────────────────────────────────────
+
+    async def secrets(self) -> builtins.list[model.SecretInfo]:
+        return await asyncio.to_thread(lambda: self._secrets().list())
+
+    async def set_secret(self, secret: model.Secret, value: bytes) -> model.SecretInfo:
+        info, replaced = await asyncio.to_thread(lambda: self._secrets().set(secret, value))
+        self._secret_changed(info, "replaced" if replaced else "created")
+        return info
+
+    async def remove_secret(self, name: str) -> None:
+        info = await asyncio.to_thread(lambda: self._secrets().remove(name))
+        self._secret_changed(info, "deleted")
+
+    async def rotate_secrets_key(self) -> int:
+        count = await asyncio.to_thread(lambda: self._secrets().rotate_key())
+        self._journal.append(
+            events.Administered(
+                sandbox=None, time=self._clock.time(), actor=self._actor, operation="secrets_key_rotated"
+            )
+        )
+        return count
+
+    def _secret_changed(self, info: model.SecretInfo, change: events.Change) -> None:
+        self._journal.append(
+            events.SecretChanged(
+                sandbox=None,
+                time=self._clock.time(),
+                actor=self._actor,
+                name=info.name,
+                change=change,
+                hosts=info.hosts,
+            )
+        )
 
     # ── endings ─────────────────────────────────────────────────────────────────────────────────
 

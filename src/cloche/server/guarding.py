@@ -26,12 +26,12 @@ SCOPES: dict[str, str] = dict(
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
         "upload_tree download_tree diff apply workspace_report",
         "events": "events follow_events",
-        "admin": "sweep",
+        "admin": "sweep secrets set_secret remove_secret rotate_secrets_key",
     }.items()
     for pair in ((method, scope) for method in methods.split())
 )
 
-_OPERATORS = frozenset(("sweep",))
+_OPERATORS = frozenset(("sweep", "secrets", "set_secret", "remove_secret", "rotate_secrets_key"))
 """What concerns the whole machine, and no tenant."""
 
 
@@ -133,6 +133,12 @@ class Guarded:
                 "a workspace is a directory of the server's host, which this caller may not name",
                 hint="upload files instead, or use the unix socket",
                 field="workspace",
+            )
+        if self._principal.tenant and spec.secrets:
+            raise errors.error(
+                "secret_not_found",
+                f"there is no secret {spec.secrets[0]!r}",  # those that are stored are the operator's
+                hint="secrets are used with a key without a tenant",
             )
         return msgspec.structs.replace(spec, tenant=self._principal.tenant)
 

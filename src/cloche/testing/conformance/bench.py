@@ -165,9 +165,11 @@ class Recording(interfaces.Driver):
 
 def make_engine(home: str, driver: interfaces.Driver) -> engine.Engine:
     """A real engine over one driver, with its state in memory."""
+    config = settings.Settings(home=home)
     return engine.Engine(
-        settings.Settings(home=home), store.Store(":memory:"), [(driver.name, lambda: driver)], owner=wiring.owner(),
+        config, store.Store(":memory:"), [(driver.name, lambda: driver)], owner=wiring.owner(),
         interpreters=wiring.interpreters(), workspaces=workspaces.LocalWorkspaces(home, {}), egress=wiring.egress,
+        secrets=lambda: wiring.secrets(config),
     )  # fmt: skip
 
 
