@@ -20,7 +20,7 @@ T = TypeVar("T")
 SCOPES: dict[str, str] = dict(
     pair
     for scope, methods in {
-        "sandboxes": "create info list delete extend suspend resume usage",
+        "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code "
         "interrupt_context restart_context delete_context",
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
