@@ -44,13 +44,16 @@ if TYPE_CHECKING:
         AsyncContext,
         AsyncProcess,
         AsyncSandbox,
+        AsyncSnapshot,
     )
     from cloche.sdk.sync import (
         Context,
         Process,
         Sandbox,
+        Snapshot,
         run,
     )
+    from cloche.stock import SnapshotInfo
 
 __version__ = "0.1.0"
 
@@ -58,6 +61,7 @@ __all__ = [
     "AsyncContext",
     "AsyncProcess",
     "AsyncSandbox",
+    "AsyncSnapshot",
     "CapacityExceeded",
     "ClocheError",
     "CodeError",
@@ -89,6 +93,8 @@ __all__ = [
     "SandboxLost",
     "SandboxUsage",
     "ServerUnavailable",
+    "Snapshot",
+    "SnapshotInfo",
     "StreamEvent",
     "Truncated",
     "run",
@@ -104,8 +110,9 @@ _HOMES = {
         "FileInfo Isolation Limit Output SandboxInfo SandboxUsage StreamEvent Truncated"
     ),
     "cloche.policy": "Policy",
-    "cloche.sdk.sandboxes": "AsyncContext AsyncProcess AsyncSandbox",
-    "cloche.sdk.sync": "Context Process Sandbox run",
+    "cloche.stock": "SnapshotInfo",
+    "cloche.sdk.sandboxes": "AsyncContext AsyncProcess AsyncSandbox AsyncSnapshot",
+    "cloche.sdk.sync": "Context Process Sandbox Snapshot run",
 }
 
 

@@ -11,9 +11,12 @@ import builtins
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cloche import errors, events, model, policy
+
+if TYPE_CHECKING:
+    from cloche import stock  # a one-shot command needs none of it
 
 
 class Clock(Protocol):
@@ -102,6 +105,14 @@ class Exposure(NamedTuple):
     cwd: str = ""
     shown: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+
+class Saved(NamedTuple):
+    """A machine's files, kept in a directory."""
+
+    size_bytes: int
+    files: int
+    """Files and directories that were made or changed."""
 
 
 class Workspace(ABC):
@@ -344,6 +355,15 @@ class Machine(ABC):
     @abstractmethod
     async def resume(self) -> None: ...
 
+    async def save(self, directory: str) -> Saved:
+        """Keep the files of a machine that is paused in an empty directory of ours, for `Driver.create` to start from.
+        `disk_full` where they do not fit; what was written by then is the caller's to remove."""
+        raise errors.error(
+            "not_supported_by_driver",
+            f"the driver {self.isolation.driver!r} cannot keep a sandbox's files",
+            hint="snapshots, forks and archives need the driver `namespaces`",
+        )
+
     @abstractmethod
     async def kill(self, reason: str) -> None:
         """End everything and wait until nothing is left: no process, mount, cgroup or file. Twice is harmless."""
@@ -375,6 +395,17 @@ class Driver(ABC):
         """Make a running machine, or raise and leave nothing behind. A driver that cannot show the `exposure` exactly as
         described, or has no root but the host's, refuses with `not_supported_by_driver`. The `image` is held by the caller
         until the machine has ended."""
+
+    async def restore(
+        self, kept: str, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged, exposure: Exposure | None = None,
+        image: Image | None = None,
+    ) -> Machine:  # fmt: skip
+        """The same, with the files that `Machine.save` kept in a directory; the directory stays as it is."""
+        raise errors.error(
+            "not_supported_by_driver",
+            f"the driver {self.name!r} cannot start a sandbox with files that were kept",
+            hint="snapshots, forks and archives need the driver `namespaces`",
+        )
 
     @abstractmethod
     async def close(self) -> None:
@@ -594,10 +625,35 @@ class Backend(ABC):
         """Remove half-made images, and beyond the size limit the least recently used; what went."""
 
     @abstractmethod
-    async def suspend(self, sandbox: str) -> model.SandboxInfo: ...
+    async def suspend(self, sandbox: str, mode: str = "pause") -> model.SandboxInfo:
+        """`pause`: memory stays. `archive`: files only, which outlive engine and machine. `hibernate`: memory to disk,
+        where the driver can."""
 
     @abstractmethod
     async def resume(self, sandbox: str) -> model.SandboxInfo: ...
+
+    @abstractmethod
+    async def snapshot(
+        self, sandbox: str, name: str | None = None, tags: builtins.list[str] | None = None
+    ) -> stock.SnapshotInfo:
+        """Keep a sandbox's files as they are now."""
+
+    @abstractmethod
+    async def restore(self, sandbox: str, snapshot: str) -> model.SandboxInfo:
+        """Set a sandbox back to a snapshot: every process ends, the id stays."""
+
+    @abstractmethod
+    async def fork(self, sandbox: str, count: int = 1) -> builtins.list[model.SandboxInfo]:
+        """Sandboxes with the same files, and processes of their own. All of them, or none."""
+
+    @abstractmethod
+    async def snapshots(self, tag: str | None = None) -> builtins.list[stock.SnapshotInfo]: ...
+
+    @abstractmethod
+    async def snapshot_info(self, snapshot: str) -> stock.SnapshotInfo: ...
+
+    @abstractmethod
+    async def delete_snapshot(self, snapshot: str) -> None: ...
 
     @abstractmethod
     async def usage(self, sandbox: str) -> model.SandboxUsage: ...
@@ -641,6 +697,17 @@ class Store(ABC):
 
     @abstractmethod
     def sandboxes(self, *, live_only: bool = False) -> list[model.SandboxInfo]: ...
+
+    @abstractmethod
+    def put_snapshot(self, info: stock.SnapshotInfo) -> None:
+        """Insert. A name that another one has is `name_conflict`."""
+
+    @abstractmethod
+    def snapshots(self) -> list[stock.SnapshotInfo]:
+        """Oldest first."""
+
+    @abstractmethod
+    def delete_snapshot(self, snapshot: str) -> None: ...
 
     @abstractmethod
     def mark_lost(self, owner_alive: Callable[[str], bool], now: float) -> list[model.SandboxInfo]:

@@ -37,7 +37,9 @@ def methods() -> dict[str, Method]:
 
 
 def _describe(name: str, function: Any) -> Method:
-    hints = typing.get_type_hints(function, vars(interfaces))
+    from cloche import stock  # named by methods that a one-shot command does not call
+
+    hints = typing.get_type_hints(function, {**vars(interfaces), "stock": stock})
     result = hints.pop("return")
     streams = typing.get_origin(result) is AsyncIterator
     fields: list[Any] = []
@@ -80,10 +82,33 @@ def complete(said: dict[str, Any], defaults: settings.Defaults) -> model.Sandbox
         "profile": defaults.profile, "template": defaults.template, "minimum_isolation": defaults.minimum_isolation,
         "timeout_s": defaults.timeout_s, "idle_timeout_s": defaults.idle_timeout_s,
     }  # fmt: skip
+    if said.get("snapshot"):
+        said = {**said, "inherit": [*_unsaid(said), *said.get("inherit", ())]}
     try:
         return msgspec.convert({**base, **said, "resources": resources}, model.SandboxSpec)
     except msgspec.ValidationError as problem:
         raise _invalid(problem) from None
+
+
+def _unsaid(said: dict[str, Any]) -> list[str]:
+    """What the maker of a sandbox leaves to what it starts from."""
+    kept = (
+        "name",
+        "snapshot",
+        "stay",
+        "inherit",
+        "workspace",
+        "overlay",
+        "path",
+        "env",
+        "labels",
+        "resources",
+    )
+    fields = [
+        field for field in model.SandboxSpec.__struct_fields__ if field not in kept and field not in said
+    ]
+    limits = model.Resources.__struct_fields__
+    return [*fields, *(f"resources.{name}" for name in limits if name not in said.get("resources", {}))]
 
 
 def encode(message: Any) -> bytes:

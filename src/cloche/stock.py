@@ -196,6 +196,11 @@ class SnapshotInfo(model.Noun, frozen=True, kw_only=True):
     spec: model.SandboxSpec
     """What a sandbox that starts from it is, unless its maker says otherwise."""
 
+    @property
+    def full_name(self) -> str | None:
+        """The name as the engine knows it: unique over all tenants."""
+        return f"{self.spec.tenant}/{self.name}" if self.spec.tenant and self.name else self.name
+
 
 class VolumeSpec(model.Noun, frozen=True, kw_only=True):
     """A named directory that outlives sandboxes."""

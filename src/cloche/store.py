@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,12 +35,15 @@ from cloche import errors, events, interfaces, model
 if TYPE_CHECKING:
     import sqlite3
 
-VERSION = 2
+    from cloche import stock
+
+N = TypeVar("N", bound=model.Noun)
+VERSION = 3
 BUSY_S = 10.0
 TENANT = "local"
 """Who owns what is made without a key: the user of this machine."""
 
-LIVE: tuple[model.Phase, ...] = ("running", "paused")
+LIVE: tuple[model.Phase, ...] = ("running", "paused", "archived")
 _EVENTS = "SELECT seq, kind, sandbox, time, data FROM events"
 
 # Each entry takes a file from the version before it. They are history: add one, never edit one.
@@ -67,6 +70,20 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
         "CREATE INDEX sandboxes_phase ON sandboxes (phase, owner)",
         "CREATE INDEX events_sandbox ON events (sandbox, seq)",
         "CREATE INDEX events_time ON events (time)",
+    ),
+    3: (
+        "ALTER TABLE sandboxes ADD COLUMN spec BLOB",
+        "DROP INDEX sandboxes_live_name",
+        """CREATE UNIQUE INDEX sandboxes_live_name ON sandboxes (tenant, name)
+               WHERE name IS NOT NULL AND phase IN ('running', 'paused', 'archived')""",
+        f"""CREATE TABLE snapshots (
+               id TEXT PRIMARY KEY, tenant TEXT NOT NULL DEFAULT '{TENANT}', name TEXT, info BLOB NOT NULL
+           ) WITHOUT ROWID""",
+        "CREATE UNIQUE INDEX snapshots_name ON snapshots (tenant, name) WHERE name IS NOT NULL",
+        f"""CREATE TABLE volumes (
+               name TEXT NOT NULL, tenant TEXT NOT NULL DEFAULT '{TENANT}', info BLOB NOT NULL,
+               PRIMARY KEY (tenant, name)
+           ) WITHOUT ROWID""",
     ),
 }
 
@@ -109,10 +126,10 @@ class Store(interfaces.Store):
         """Oldest first; of every tenant unless one is named."""
         rows = self._query(
             """SELECT info FROM sandboxes
-               WHERE (?1 IS NULL OR tenant = ?1) AND (NOT ?2 OR phase IN ('running', 'paused'))""",
+               WHERE (?1 IS NULL OR tenant = ?1) AND (NOT ?2 OR phase IN ('running', 'paused', 'archived'))""",
             (tenant, live_only),
         )
-        found = [self._load(info) for (info,) in rows]
+        found = [self._load(info, model.SandboxInfo) for (info,) in rows]
         return sorted(found, key=lambda info: (info.created_at, info.id))
 
     def sandbox(self, id_or_name: str, *, tenant: str = TENANT) -> model.SandboxInfo | None:
@@ -122,7 +139,7 @@ class Store(interfaces.Store):
                ORDER BY id = ? DESC, ended_at IS NULL DESC, ended_at DESC LIMIT 1""",
             (tenant, id_or_name, id_or_name, id_or_name),
         )
-        return self._load(rows[0][0]) if rows else None
+        return self._load(rows[0][0], model.SandboxInfo) if rows else None
 
     def mark_lost(self, owner_alive: Callable[[str], bool], now: float) -> list[model.SandboxInfo]:
         """Turn the live sandboxes of dead owners into lost ones, with an event each; those that were turned.
@@ -142,7 +159,7 @@ class Store(interfaces.Store):
         lost = []
         for (raw,) in db.execute(live, (owner,)).fetchall():
             reason = f"its engine (process {owner.partition(':')[0]}) ended without it; found at {_utc(now)}"
-            info = msgspec.structs.replace(self._load(raw), phase="lost", reason=reason)
+            info = msgspec.structs.replace(self._load(raw, model.SandboxInfo), phase="lost", reason=reason)
             db.execute(
                 "UPDATE sandboxes SET phase = 'lost', ended_at = ?, info = ? WHERE id = ?",
                 (now, _dump(info), info.id),
@@ -150,6 +167,26 @@ class Store(interfaces.Store):
             _insert(db, events.to_row(_lost(info, now)))
             lost.append(info)
         return lost
+
+    # ── snapshots ──────────────────────────────────────────────────────────────────────────────
+
+    def put_snapshot(self, info: stock.SnapshotInfo) -> None:
+        with self._transaction(f"there is a snapshot {info.name!r} already") as db:
+            db.execute(
+                "INSERT INTO snapshots (id, tenant, name, info) VALUES (?, ?, ?, ?)",
+                (info.id, info.spec.tenant or TENANT, info.name, _dump(info)),
+            )
+
+    def snapshots(self, *, tenant: str | None = None) -> list[stock.SnapshotInfo]:
+        from cloche import stock  # few commands ask for one
+
+        rows = self._query("SELECT info FROM snapshots WHERE ?1 IS NULL OR tenant = ?1", (tenant,))
+        found = [self._load(info, stock.SnapshotInfo) for (info,) in rows]
+        return sorted(found, key=lambda info: (info.created_at, info.id))
+
+    def delete_snapshot(self, snapshot: str) -> None:
+        with self._transaction() as db:
+            db.execute("DELETE FROM snapshots WHERE id = ?", (snapshot,))
 
     # ── journal ────────────────────────────────────────────────────────────────────────────────
 
@@ -289,22 +326,20 @@ class Store(interfaces.Store):
             path=self.path,
         )
 
-    def _load(self, raw: bytes) -> model.SandboxInfo:
+    def _load(self, raw: bytes, kind: type[N]) -> N:
         try:
-            return msgspec.json.decode(raw, type=model.SandboxInfo)
+            return msgspec.json.decode(raw, type=kind)
         except (msgspec.ValidationError, msgspec.DecodeError):
-            return self._load_leniently(raw)
+            return self._load_leniently(raw, kind)
 
-    def _load_leniently(self, raw: bytes) -> model.SandboxInfo:
+    def _load_leniently(self, raw: bytes, kind: type[N]) -> N:
         """A newer Cloche with the same layout may have added fields; they are not ours to read."""
         try:
             fields = msgspec.json.decode(raw, type=dict[str, Any])
-            known = {
-                name: value for name, value in fields.items() if name in model.SandboxInfo.__struct_fields__
-            }
-            return msgspec.convert(known, model.SandboxInfo)
+            known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+            return msgspec.convert(known, kind)
         except (msgspec.ValidationError, msgspec.DecodeError) as problem:
-            raise self._corrupt(f"a sandbox in it is unreadable: {problem}") from problem
+            raise self._corrupt(f"a {kind.__name__} in it is unreadable: {problem}") from problem
 
     @contextmanager
     def _translated(self, conflict: str = "") -> Iterator[None]:

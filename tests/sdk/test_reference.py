@@ -30,7 +30,16 @@ EXPECTED = {
 
 
 def methods():
-    for kind in (sync.Sandbox, sync.Process, sync.Processes, sync.Files, sync.Context, sync.Contexts):
+    kinds = (
+        sync.Sandbox,
+        sync.Process,
+        sync.Processes,
+        sync.Files,
+        sync.Context,
+        sync.Contexts,
+        sync.Snapshot,
+    )
+    for kind in kinds:
         yield from (f"{kind.__name__}.{name}" for name in vars(kind) if not name.startswith("_"))
 
 

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 
-from cloche.drivers import narrow
+from cloche.drivers import entering, narrow
 from cloche.egress import capture
 from cloche.guest import agent, calls, wire
 from cloche.linux import landlock, loops, mounts, namespaces, seccomp, syscalls
@@ -243,7 +243,7 @@ class Launcher:
             builder = self.gestate(message, link, blank)
             received = wire.receive(link)
             if received is not None:
-                self.become(received[0], link, builder)
+                self.become(received[0], received[1], link, builder)
             status = 0
         except BaseException as problem:
             system = isinstance(problem, OSError)
@@ -276,28 +276,33 @@ class Launcher:
         builder.apply(message["steps"])  # type: ignore[arg-type]
         return builder
 
-    def become(self, message: "dict[str, object]", link: socket.socket, builder: mounts.Builder) -> None:
+    def become(
+        self, message: "dict[str, object]", fds: "list[int]", link: socket.socket, builder: mounts.Builder
+    ) -> None:
         trace = [time.monotonic_ns()]
         filter_ = self.filter_of(str(message["syscalls"]))
         if message.get("affinity"):
             filter_ = narrow.before(filter_, narrow.PINNED)  # a limit that a program could undo would be none
         steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
         builder.owner_fd = self.make_owner_map(message, builder, builder.proc)
-        if not builder.fits(steps, message["disk"]["mib"]):  # type: ignore[index]
+        kept = message.get("kept")
+        if kept or not builder.fits(steps, message["disk"]["mib"]):  # type: ignore[index]
             builder.unmake()
-            self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
+            if not kept or not entering.mount_kept(kept, fds, builder):  # type: ignore[arg-type]
+                self.mount_disk(message["disk"], builder)  # type: ignore[arg-type]
         trace.append(time.monotonic_ns())
         builder.apply(steps)
         trace.append(time.monotonic_ns())
         terminals = os.open(self.stage.root + "/dev/pts", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         layer = builder.open_layer() if message.get("layer") else -1
+        disk = os.open(self.stage.path + "/disk", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         mounts.pivot(self.stage.root)
         mounted = (
             os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC) if message.get("watch_mounts") else -1
         )
         self.enter_user_namespace(builder.user_fd)
         _limit(message["rlimits"], message.get("affinity"))  # type: ignore[arg-type]
-        _keep_only(link.fileno(), terminals, builder.upper_fd, mounted, layer)
+        _keep_only(link.fileno(), terminals, builder.upper_fd, mounted, layer, disk, builder.image_fd)
         trace.append(time.monotonic_ns())
         listener = self.lock(message, filter_)
         trace.append(time.monotonic_ns())
@@ -307,6 +312,8 @@ class Launcher:
             "mounts": mounted,
             "listener": listener,
             "layer": layer,
+            "disk": disk,
+            "image": builder.image_fd,
         }
         passed = {name: fd for name, fd in passed.items() if fd >= 0}
         first_id = None if self.rootless else builder.guest_uid
@@ -333,10 +340,10 @@ class Launcher:
         if not template:
             builder.make_disk("", mib)
             return
-        image = loops.copy_image(template)
-        held, device = loops.attach(image)
+        builder.image_fd = loops.copy_image(template)
+        held, device = loops.attach(builder.image_fd)
         builder.make_disk(device, mib)
-        wire.close_all([image, held])
+        os.close(held)
 
     def enter_user_namespace(self, user_fd: int) -> None:
         # SAFETY: from here on this process has no rights over its own mounts, network or pid namespace, which belong to

@@ -121,9 +121,9 @@ class Link:
             raise OSError(code, os.strerror(code), answer.frame.path[:4096])
         return answer
 
-    def post(self, message: dict[str, Any]) -> None:
+    def post(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Tell without waiting for an answer."""
-        self._send(message, ())
+        self._send(message, fds)
 
     def _send(self, message: dict[str, Any], fds: Sequence[int]) -> None:
         if not self._queue:

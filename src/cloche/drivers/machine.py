@@ -47,6 +47,8 @@ class GuestMachine(interfaces.Machine):
         self._loop = loop
         self._terminals = -1
         self.upper_fd = -1
+        self._disk = self._image = -1
+        self._base = 0
         self._listener = -1
         self._notified = 0
         self._children: dict[int, asyncio.Future[interfaces.ExitStatus]] = {}
@@ -64,6 +66,8 @@ class GuestMachine(interfaces.Machine):
             passed = {name: fds.pop(0) for name in frame.passed if fds}
             self._terminals = passed.get("terminals", -1)
             self.upper_fd = passed.get("upper", -1)
+            self._disk, self._image = passed.get("disk", -1), passed.get("image", -1)
+            self._base = frame.first_id or 0
             if "listener" in passed:
                 self._listen(passed["listener"])
             if "layer" in passed:
@@ -125,6 +129,8 @@ class GuestMachine(interfaces.Machine):
                 os.close(fd)
         self.layer = None
         self._terminals = self.upper_fd = -1
+        if self._disk >= 0:  # beside the event loop: who lets go last unmounts the disk
+            self._loop.run_in_executor(None, self._let_go_of_disk)
         self._stop_listening()
         self._release()
         for future in self._children.values():
@@ -134,6 +140,11 @@ class GuestMachine(interfaces.Machine):
         self._children.clear()
         if not self.ended.done():
             self.ended.set_result(self._reason)
+
+    def _let_go_of_disk(self) -> None:
+        held = [fd for fd in (self._disk, self._image) if fd >= 0]
+        self._disk = self._image = -1
+        wire.close_all(held)
 
     def _watch_mounts(self, fd: int) -> None:
         """A driver that can mount again what the host tore off keeps the descriptor; others have no use for it."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cloche import errors, interfaces, model, policy
-from cloche.drivers import holding, spawning, watching
+from cloche.drivers import holding, keeping, spawning, watching
 from cloche.guest import wire
 from cloche.images import host, roots
 from cloche.linux import cgroups, landlock, loops, mounts
@@ -245,6 +245,45 @@ class NamespacesDriver(interfaces.Driver):
         exposure: interfaces.Exposure | None = None,
         image: interfaces.Image | None = None,
     ) -> NamespacesMachine:
+        return await self._make(sandbox_id, spec, rules, exposure, image, None)
+
+    async def restore(
+        self,
+        kept: str,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Merged,
+        exposure: interfaces.Exposure | None = None,
+        image: interfaces.Image | None = None,
+    ) -> NamespacesMachine:
+        scratch = os.path.join(self._home, "images")
+        mib = spec.resources.disk_mib
+        start = await asyncio.to_thread(keeping.begin, kept, mib, scratch)
+        try:
+            self._check_kind(start)
+            return await self._make(sandbox_id, spec, rules, exposure, image, start)
+        finally:
+            start.close()
+
+    def _check_kind(self, start: keeping.Start) -> None:
+        if (start.pack < 0) == self.facts.loop_disks:
+            return
+        how = "by an ordinary user" if self.facts.loop_disks else "by root, as disk images"
+        raise errors.error(
+            "not_supported_by_driver",
+            f"these files were kept {how}, which this engine cannot start from",
+            hint="use them as the user who kept them",
+        )
+
+    async def _make(
+        self,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Merged,
+        exposure: interfaces.Exposure | None,
+        image: interfaces.Image | None,
+        start: keeping.Start | None,
+    ) -> NamespacesMachine:
         if image is not None:
             roots.check(image.root, exposure)
         if not self.alive:
@@ -256,8 +295,10 @@ class NamespacesDriver(interfaces.Driver):
             await made.spawned
             made.assign(sandbox_id, self._isolation(rules), exposure)
             held = made.hold(spec.resources, self._disk_limit(spec.resources.disk_mib))
-            made.tell(self._message(spec, rules, exposure, held, image))
+            message = self._message(spec, rules, exposure, held, image)
+            made.tell(message, start)
             await made.ready
+            made.lies_above(message["steps"], start)
         except BaseException:
             await made.kill("creation failed")
             raise
@@ -415,6 +456,9 @@ class NamespacesMachine(holding.HeldMachine):
         self._exposure: interfaces.Exposure | None = None
         self._mounts: watching.Mounts | None = None
         self._capturing: asyncio.Future[interfaces.Capture] | None = None
+        self._layers: tuple[str, ...] = ()
+        self._below: tuple[keeping.Below, ...] = ()
+        self._own: keeping.Image | None = None
 
     def born(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -482,8 +526,45 @@ class NamespacesMachine(holding.HeldMachine):
             sockets = tuple(zip(frame.roles, fds, strict=True))
             waiting.set_result(interfaces.Capture(sockets, frame.how, frame.note))
 
-    def tell(self, message: dict[str, Any]) -> None:
-        self._link.post(message)
+    def tell(self, message: dict[str, Any], start: keeping.Start | None = None) -> None:
+        if start is None:
+            self._link.post(message)
+            return
+        keeping.check_layers(start.kept, message["steps"])
+        self._link.post({**message, "kept": start.message()}, start.fds)
+
+    def lies_above(self, steps: list[mounts.Step], start: keeping.Start | None) -> None:
+        """Remember what a snapshot of this machine must say about itself."""
+        self._layers = keeping.layers_of(steps)
+        if self._disk < 0:
+            return
+        if start is not None:
+            self._below = tuple(b._replace(fd=os.dup(b.fd)) for b in start.below)
+        if start is not None and start.own is not None:
+            self._own = start.own.image
+        else:
+            mib, empty = int(self.limits["disk_mib"].value), keeping.used_inodes(self._disk)
+            self._own = keeping.Image(base=self._base, mib=mib, empty=empty)
+
+    async def save(self, directory: str) -> interfaces.Saved:
+        own = self._own
+        if own is None or self._disk < 0:
+            raise errors.error("sandbox_lost", "the sandbox has ended")
+        # Copies of the descriptors: the machine may be killed meanwhile.
+        disk, image = os.dup(self._disk), os.dup(self._image)
+        below = [b._replace(fd=os.dup(b.fd)) for b in self._below]
+        try:
+            kept = await asyncio.to_thread(
+                keeping.save_images, disk, image, own, below, self._layers, directory
+            )
+        finally:
+            wire.close_all([disk, image, *(b.fd for b in below)])
+        return interfaces.Saved(kept.size, kept.files)
+
+    def _let_go_of_disk(self) -> None:
+        below, self._below = self._below, ()
+        wire.close_all([b.fd for b in below])
+        super()._let_go_of_disk()
 
     async def kill(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -494,6 +575,7 @@ class NamespacesMachine(holding.HeldMachine):
 
     def kill_now(self) -> None:
         """PID 1's death is the death of its pid namespace."""
+        self._let_go_of_disk()  # before: who lets go last waits for the unmounting
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

@@ -12,7 +12,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -20,6 +21,12 @@ from cloche import errors, events, interfaces, model, policy, settings
 from cloche.engine import contexts as code_contexts
 from cloche.engine import execution, files, imaging, journal, network, placement, reaping, refusals, sandboxes
 
+if TYPE_CHECKING:
+    from cloche import stock
+    from cloche.engine import snapshots
+
+SUSPENSIONS = ("pause", "hibernate", "archive")
+_MOST_FORKS = 1000
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
 
 
@@ -83,6 +90,11 @@ class Engine(interfaces.Backend):
 
     async def create(self, spec: model.SandboxSpec) -> model.SandboxInfo:
         self._accept(spec)
+        start = None
+        if spec.snapshot is not None:
+            start = await self._shelf.find(spec.snapshot)
+            spec = self._shelf.inherit(spec, start)
+            spec.check()
         rules = self._rules(spec)
         self._networks.check(rules.network)
         while spec.full_name is not None and spec.full_name in self._names:
@@ -107,8 +119,9 @@ class Engine(interfaces.Backend):
                     path=spec.path,
                 )
             bound = {**self._networks.environment(rules.network), **spec.env}
+            kept = None if start is None else self._shelf.place(start.id)
             machine = await self._warm.take(spec, bound) or await self._make_machine(
-                msgspec.structs.replace(spec, env=bound), rules, lent
+                msgspec.structs.replace(spec, env=bound), rules, lent, kept
             )
             made = sandboxes.Sandbox(
                 sandbox_id,
@@ -134,7 +147,7 @@ class Engine(interfaces.Backend):
                 self._coming.pop(spec.full_name).set()
         if self._audit is not None and self._audit.problem is not None:
             machine.warnings = (*machine.warnings, self._audit.problem)
-        machine.ended.add_done_callback(lambda future: self._machine_ended(made, future))
+        self._follow(made)
         self._reaper.look_again(made)
         info = made.info(server=self.where, owner=self.owner)
         self._journal.append(
@@ -194,9 +207,9 @@ class Engine(interfaces.Backend):
             )
         return found.info(server=self.where, owner=self.owner)
 
-    def _check_capacity(self) -> None:
+    def _check_capacity(self, wanted: int = 1) -> None:
         limit = self.settings.limits.max_sandboxes
-        if len(self._sandboxes) + self._creating >= limit:
+        if len(self._sandboxes) + self._creating + wanted > limit:
             raise errors.error(
                 "capacity_exceeded",
                 f"{limit} sandboxes are live, which is this engine's limit",
@@ -204,13 +217,21 @@ class Engine(interfaces.Backend):
             )
 
     async def _make_machine(
-        self, spec: model.SandboxSpec, rules: policy.Merged, lent: interfaces.Workspace | None = None
-    ) -> interfaces.Machine:
+        self, spec: model.SandboxSpec, rules: policy.Merged, lent: interfaces.Workspace | None = None,
+        kept: str | None = None,
+    ) -> interfaces.Machine:  # fmt: skip
         minimum = max(spec.minimum_isolation, rules.isolation.minimum, key=model.LEVELS.index)
         async with self._imaging.of(spec) as use:
             driver = await self._placement.choose(minimum, spec.driver)
             exposure = lent.exposure if lent is not None else None
+            if kept is not None:
+                return use(await driver.restore(kept, model.new_id(), spec, rules, exposure, use.image))
             return use(await driver.create(model.new_id(), spec, rules, exposure, use.image))
+
+    def _follow(self, sandbox: sandboxes.Sandbox) -> None:
+        """Learn of its machine's end."""
+        machine = sandbox.machine
+        machine.ended.add_done_callback(lambda future: self._machine_ended(sandbox, machine, future))
 
     async def _connect(self, made: sandboxes.Sandbox) -> None:
         """Its network, if its rules give it one; without it the sandbox is not made."""
@@ -308,8 +329,18 @@ class Engine(interfaces.Backend):
         )
         return found.rules
 
-    async def suspend(self, sandbox: str) -> model.SandboxInfo:
+    async def suspend(self, sandbox: str, mode: str = "pause") -> model.SandboxInfo:
         found = self._find(sandbox)
+        if mode not in SUSPENSIONS:
+            raise errors.error(
+                "argument_invalid", f"the mode is {mode!r}", hint=f"use one of {', '.join(SUSPENSIONS)}"
+            )
+        if mode == "hibernate":
+            raise errors.error(
+                "not_supported_by_driver",
+                f"the driver {found.machine.isolation.driver!r} cannot keep a sandbox's memory on disk",
+                hint="use mode='pause' (memory stays where it is) or mode='archive' (files only)",
+            )
         await found.pause()
         self._journal.append(events.Paused(sandbox=found.id, time=self._clock.time(), actor=self._actor))
         return found.info(server=self.where, owner=self.owner)
@@ -319,6 +350,126 @@ class Engine(interfaces.Backend):
         await found.wake()
         self._journal.append(events.Resumed(sandbox=found.id, time=self._clock.time(), actor=self._actor))
         return found.info(server=self.where, owner=self.owner)
+
+    # ── snapshots ───────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def _shelf(self) -> snapshots.Shelf:
+        from cloche.engine import snapshots
+
+        return snapshots.Shelf(self._directory, self._store, self._clock, self.owner, reaping.owner_lives)
+
+    def _keepable(self, sandbox: str) -> sandboxes.Sandbox:
+        found = self._find(sandbox)
+        if found.workspace is not None:
+            raise errors.error(
+                "argument_invalid",
+                f"sandbox {found.id} works in a workspace, whose files belong to the host and are in no snapshot",
+                hint="copy what you need into a sandbox without one; `diff` and `apply` work with overlay=True",
+            )
+        return found
+
+    async def snapshot(
+        self, sandbox: str, name: str | None = None, tags: builtins.list[str] | None = None
+    ) -> stock.SnapshotInfo:
+        found = self._keepable(sandbox)
+        await self._shelf.check_name(name, tags or (), found.spec.tenant)
+        info = await self._keep(found, name, tuple(tags or ()))
+        self._journal.append(
+            events.SnapshotMade(
+                sandbox=found.id,
+                time=info.created_at,
+                actor=self._actor,
+                snapshot=info.id,
+                name=name,
+                size=info.size_bytes,
+            )
+        )
+        return info
+
+    async def _keep(
+        self, found: sandboxes.Sandbox, name: str | None = None, tags: tuple[str, ...] = ()
+    ) -> stock.SnapshotInfo:
+        async with found.change(), found.still() as machine:
+            return await self._shelf.keep(
+                machine, name=name, tags=tags, sandbox=found.id, parent=found.snapshot, spec=found.spec
+            )
+
+    async def restore(self, sandbox: str, snapshot: str) -> model.SandboxInfo:
+        found = self._keepable(sandbox)
+        info = await self._shelf.find(snapshot)
+        async with found.change():
+            await self._renew(found, self._shelf.place(info.id), f"it was set back to snapshot {info.id}")
+            found.snapshot = info.id
+        self._reaper.look_again(found)
+        self._journal.append(
+            events.SnapshotRestored(
+                sandbox=found.id, time=self._clock.time(), actor=self._actor, snapshot=info.id
+            )
+        )
+        return found.info(server=self.where, owner=self.owner)
+
+    async def _renew(self, found: sandboxes.Sandbox, kept: str, reason: str) -> None:
+        """Another machine for a sandbox, with files that were kept. The one before ends when the new one is there."""
+        bound = {**self._networks.environment(found.rules.network), **found.spec.env}
+        spec = msgspec.structs.replace(found.spec, env=bound)
+        machine = await self._make_machine(spec, found.rules, None, kept)
+        before = found.exchange(machine)
+        self._follow(found)
+        await before.kill(reason)
+        await self._networks.detach(found)
+        await self._connect(found)
+
+    async def fork(self, sandbox: str, count: int = 1) -> builtins.list[model.SandboxInfo]:
+        found = self._keepable(sandbox)
+        if not 1 <= count <= _MOST_FORKS:
+            raise errors.error(
+                "limit_invalid", f"count is {count}; it must be 1 to {_MOST_FORKS}", field="count"
+            )
+        self._check_capacity(count)
+        info = await self._keep(found)
+        spec = msgspec.structs.replace(found.spec, name=None, snapshot=info.id)
+        try:
+            made = await self._create_all(spec, count)
+        finally:
+            await self._shelf.delete(info.id)
+        self._journal.append(
+            events.Forked(
+                sandbox=found.id,
+                time=self._clock.time(),
+                actor=self._actor,
+                children=tuple(m.id for m in made),
+            )
+        )
+        return made
+
+    async def _create_all(self, spec: model.SandboxSpec, count: int) -> builtins.list[model.SandboxInfo]:
+        """All of them, or none."""
+        done = await asyncio.gather(*(self.create(spec) for _ in range(count)), return_exceptions=True)
+        made = [info for info in done if not isinstance(info, BaseException)]
+        problems = [problem for problem in done if isinstance(problem, BaseException)]
+        if problems:
+            for info in made:
+                with suppress(errors.ClocheError):
+                    await self._end(
+                        self._find(info.id), "failed", "another one of its kind could not be made"
+                    )
+            raise problems[0]
+        return made
+
+    async def snapshots(self, tag: str | None = None) -> builtins.list[stock.SnapshotInfo]:
+        return await self._shelf.list(tag)
+
+    async def snapshot_info(self, snapshot: str) -> stock.SnapshotInfo:
+        return await self._shelf.find(snapshot)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        info = await self._shelf.delete(snapshot)
+        self._journal.append(
+            events.SnapshotDeleted(
+                sandbox=info.sandbox, time=self._clock.time(), actor=self._actor, snapshot=info.id
+            )
+        )
 
     async def usage(self, sandbox: str) -> model.SandboxUsage:
         return model.SandboxUsage(**self._find(sandbox).machine.usage()._asdict())
@@ -391,8 +542,10 @@ class Engine(interfaces.Backend):
             self._end(sandbox, "expired" if reason == "expired" else "idle", words), f"end {sandbox.id}"
         )
 
-    def _machine_ended(self, sandbox: sandboxes.Sandbox, future: asyncio.Future[str]) -> None:
-        if sandbox.phase == "deleted" or future.cancelled():
+    def _machine_ended(
+        self, sandbox: sandboxes.Sandbox, machine: interfaces.Machine, future: asyncio.Future[str]
+    ) -> None:
+        if sandbox.phase == "deleted" or future.cancelled() or sandbox.machine is not machine:
             return
         reason = future.result()
         sandbox.phase, sandbox.reason = "lost", reason
@@ -527,24 +680,21 @@ class Engine(interfaces.Backend):
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
 
-    async def _machine(self, sandbox: str) -> interfaces.Machine:
-        found = self._find(sandbox)
-        await found.wake()
-        found.touch()
-        return found.machine
-
     async def read_file(self, sandbox: str, path: str, user: str = "user") -> bytes:
-        return await files.read(await self._machine(sandbox), path, user=user)
+        async with self._find(sandbox).use() as machine:
+            return await files.read(machine, path, user=user)
 
     async def read_file_stream(self, sandbox: str, path: str, user: str = "user") -> AsyncIterator[bytes]:
-        async for data in files.read_stream(await self._machine(sandbox), path, user=user):
-            yield data
+        async with self._find(sandbox).use() as machine:
+            async for data in files.read_stream(machine, path, user=user):
+                yield data
 
     async def write_file(
         self, sandbox: str, path: str, data: bytes, user: str = "user", mode: int | None = None
     ) -> model.FileInfo:
-        info = await files.write(await self._machine(sandbox), path, data, user=user, mode=mode)
         found = self._find(sandbox)
+        async with found.use(writing=True) as machine:
+            info = await files.write(machine, path, data, user=user, mode=mode)
         self._journal.append(
             events.FileWritten(
                 sandbox=found.id, time=self._clock.time(), actor=self._actor, path=path, size=len(data)
@@ -555,23 +705,28 @@ class Engine(interfaces.Backend):
     async def list_files(
         self, sandbox: str, path: str, depth: int = 1, user: str = "user"
     ) -> builtins.list[model.FileInfo]:
-        return await files.list_dir(await self._machine(sandbox), path, user=user, depth=depth)
+        async with self._find(sandbox).use() as machine:
+            return await files.list_dir(machine, path, user=user, depth=depth)
 
     async def stat_file(self, sandbox: str, path: str, user: str = "user") -> model.FileInfo:
-        return await files.stat_path(await self._machine(sandbox), path, user=user)
+        async with self._find(sandbox).use() as machine:
+            return await files.stat_path(machine, path, user=user)
 
     async def move_file(
         self, sandbox: str, path: str, target: str, overwrite: bool = True, user: str = "user"
     ) -> None:
-        await files.move(await self._machine(sandbox), path, target, user=user, overwrite=overwrite)
+        async with self._find(sandbox).use() as machine:
+            await files.move(machine, path, target, user=user, overwrite=overwrite)
         self._files_changed(sandbox, "moved", path, target)
 
     async def remove_file(self, sandbox: str, path: str, recursive: bool = False, user: str = "user") -> None:
-        await files.remove(await self._machine(sandbox), path, user=user, recursive=recursive)
+        async with self._find(sandbox).use() as machine:
+            await files.remove(machine, path, user=user, recursive=recursive)
         self._files_changed(sandbox, "removed", path)
 
     async def make_dir(self, sandbox: str, path: str, user: str = "user") -> bool:
-        made = await files.make_dir(await self._machine(sandbox), path, user=user)
+        async with self._find(sandbox).use() as machine:
+            made = await files.make_dir(machine, path, user=user)
         if made:
             self._files_changed(sandbox, "directory_made", path)
         return made
@@ -580,17 +735,19 @@ class Engine(interfaces.Backend):
         self, sandbox: str, path: str, recursive: bool = False, user: str = "user"
     ) -> AsyncIterator[model.FileEvent]:
         model.check_path(path)
-        machine = await self._machine(sandbox)
-        async for event in machine.watch(path, recursive=recursive, user=user):
-            yield event
+        async with self._find(sandbox).use() as machine:
+            async for event in machine.watch(path, recursive=recursive, user=user):
+                yield event
 
     async def upload_tree(self, sandbox: str, path: str, archive: bytes, user: str = "user") -> int:
-        count = await files.upload_tree(await self._machine(sandbox), path, archive, user=user)
+        async with self._find(sandbox).use(writing=True) as machine:
+            count = await files.upload_tree(machine, path, archive, user=user)
         self._files_changed(sandbox, "uploaded", path, count=count)
         return count
 
     async def download_tree(self, sandbox: str, path: str, user: str = "user") -> bytes:
-        return await files.download_tree(await self._machine(sandbox), path, user=user)
+        async with self._find(sandbox).use() as machine:
+            return await files.download_tree(machine, path, user=user)
 
     def _files_changed(
         self,
@@ -736,6 +893,7 @@ class Engine(interfaces.Backend):
         for driver in self._placement.started:
             swept += await asyncio.to_thread(driver.sweep, set())
         swept += await asyncio.to_thread(self._workspaces.sweep)
+        swept += await self._shelf.sweep()
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
         for info in lost:
             self._journal.audit(

@@ -97,7 +97,7 @@ class Warm:
         self._task: asyncio.Task[None] | None = None
 
     async def take(self, spec: model.SandboxSpec, env: dict[str, str]) -> interfaces.Machine | None:
-        if spec.workspace is not None or _shape(spec) != self._shape:
+        if not _ordinary(spec) or _shape(spec) != self._shape:
             return None
         while self._ready:
             machine = self._ready.pop(0)
@@ -109,7 +109,7 @@ class Warm:
         return None
 
     def replenish(self, spec: model.SandboxSpec, rules: policy.Merged) -> None:
-        if self._count <= 0 or spec.workspace is not None:
+        if self._count <= 0 or not _ordinary(spec):
             return
         stale = self._ready if _shape(spec) != self._shape else []
         self._shape = _shape(spec)
@@ -135,6 +135,11 @@ class Warm:
         for machine in self._ready:
             await machine.kill("the engine closed")
         self._ready = []
+
+
+def _ordinary(spec: model.SandboxSpec) -> bool:
+    """Whether one that nobody asked for yet could be it: files of one's own cannot be given afterwards."""
+    return spec.workspace is None and spec.snapshot is None
 
 
 def _shape(spec: model.SandboxSpec) -> bytes:

@@ -28,6 +28,8 @@ EXEMPT = frozenset(
         "list",
         "list_files",
         "signal",
+        "snapshot_info",
+        "snapshots",
         "stat_file",
         "suspend",
         "sweep",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 from cloche import errors, interfaces, model, policy, settings
 from cloche.engine import contexts, execution
@@ -33,6 +35,11 @@ class Sandbox:
         self.reason: str | None = None
         self.count = 0
         self.workspace = workspace
+        self.snapshot = spec.snapshot
+        """Whose files it has, and has changed since."""
+        self._changing = asyncio.Lock()
+        self._writes = 0
+        self._written = asyncio.Event()
         self._interpreters = interpreters
         self._limits = limits
         self._directory = directory
@@ -182,19 +189,73 @@ class Sandbox:
         self.default_contexts[made.language] = made.id
         return made
 
-    # ── pausing ─────────────────────────────────────────────────────────────────────────────────
+    # ── using and changing ──────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def use(self, *, writing: bool = False) -> AsyncIterator[interfaces.Machine]:
+        """The machine, awake, for a request that needs it. Who is `writing` files from outside keeps others from
+        changing the sandbox as a whole meanwhile: the engine is not stopped when the sandbox stands still."""
+        await self.wake()
+        self._writes += writing
+        self.touch()
+        try:
+            yield self.machine
+        finally:
+            self._writes -= writing
+            if not self._writes:
+                self._written.set()
+            self.touch()
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Alone with the sandbox as a whole: requests that need it wait."""
+        async with self._changing:
+            while self._writes:
+                self._written.clear()
+                await self._written.wait()
+            if self.phase in ("deleted", "lost"):
+                raise errors.error("sandbox_lost", f"sandbox {self.id} has ended: {self.reason}")
+            yield
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[interfaces.Machine]:
+        """Within `change`: the machine, with everything in it standing still."""
+        paused = self.phase == "paused"
+        if not paused:
+            await self.machine.pause()
+        try:
+            yield self.machine
+        finally:
+            if not paused:
+                await self.machine.resume()
+
+    def exchange(self, machine: interfaces.Machine) -> interfaces.Machine:
+        """Within `change`: go on with another machine; the one before, to be killed."""
+        before, self.machine = self.machine, machine
+        machine.on_denial = self._denied
+        for context in self.contexts.values():
+            context.close()
+        self.contexts.clear()
+        self.default_contexts.clear()
+        self.phase = "running"
+        self.touch()
+        return before
 
     async def pause(self) -> None:
-        if self.phase == "running":
-            await self.machine.pause()
-            self.phase = "paused"
+        async with self.change():
+            if self.phase == "running":
+                await self.machine.pause()
+                self.phase = "paused"
 
     async def wake(self) -> None:
         """Whatever needs the sandbox wakes it."""
-        if self.phase == "paused":
-            await self.machine.resume()
-            self.phase = "running"
-            self.touch()
+        if self.phase == "running" and not self._changing.locked():
+            return
+        async with self._changing:
+            if self.phase == "paused":
+                await self.machine.resume()
+                self.phase = "running"
+                self.touch()
 
     def close(self) -> None:
         for made in self.executions.values():

@@ -6,6 +6,7 @@ entry into its user namespace, and is dull on purpose: one step, one or two syst
 
     stage/            a tmpfs in the launcher's mount namespace: mount points only
       disk            the sandbox's writable file system
+      kept/N          disks of snapshots that lie below it, read-only
       layer/N         read-only lowers, id-mapped to the sandbox's uids
       root            what pivot_root makes "/"
 
@@ -33,6 +34,7 @@ MASKED = (  # of /proc: what tells about the host, or other people's keys
 )  # fmt: skip
 READ_ONLY = ("sys", "bus", "fs", "irq")  # of /proc
 USER = 1000
+KEPT = 48  # disks that may lie below one; the kernel takes a page of options, and each is some 30 bytes of it
 DISK = tuple(
     f"u{n}/{part}" for n in range(4) for part in ("up", "work")
 )  # made with the disk, for the first overlays
@@ -149,8 +151,10 @@ def make_stage(path: str, layers: int = 24) -> Stage:
     os.makedirs(path, mode=0o700, exist_ok=True)
     # SAFETY: only in the launcher's own mount namespace, made private before. tests/drivers/test_launcher.py
     syscalls.mount("stage", path, "tmpfs", _LOCKED, "mode=0755,size=1m")
-    for name in ("root", "disk", "layer", "masked", "dev", "proc"):
+    for name in ("root", "disk", "layer", "kept", "masked", "dev", "proc"):
         os.mkdir(f"{path}/{name}", 0o755)
+    for number in range(KEPT):
+        os.mkdir(f"{path}/kept/{number}", 0o755)
     for number in range(layers):
         os.mkdir(f"{path}/layer/{number}", 0o755)
     _make_devices(f"{path}/dev")
@@ -193,6 +197,9 @@ class Builder:
         self.proc = stage.path + "/proc"
         self.disk_mib = 0
         self.upper_fd = -1
+        self.image_fd = -1  # what the disk's blocks are, where it is a loop device
+        self.kept = False  # whether the disk came with files on it
+        self.below: list[str] = []  # where kept disks are mounted that lie below this one, the topmost first
 
     def apply(self, steps: "list[Step]") -> None:
         """Make what a plan says, from where it goes on after what was applied before."""
@@ -212,6 +219,9 @@ class Builder:
         for path in (self.stage.root, self.stage.path + "/disk"):
             syscalls.umount2(path, syscalls.MNT_DETACH)
         self.applied, self.layers, self.disk_mib = [], 0, 0
+        if self.image_fd >= 0:
+            os.close(self.image_fd)
+            self.image_fd = -1
         self.make_proc()
 
     def inside(self, path: str) -> str:
@@ -230,6 +240,30 @@ class Builder:
             syscalls.mount("disk", disk, "tmpfs", _LOCKED, f"mode=0755,{_sized(mib)}")
         self.disk_mib = mib
 
+    def mount_below(self, device: str, number: int, map_fd: int) -> None:
+        """A disk that was kept, read-only beneath the sandbox's own."""
+        path = f"{self.stage.path}/kept/{number}"
+        # SAFETY: as above: only the kernel ever wrote to it. tests/engine/test_snapshots.py
+        syscalls.mount(
+            device, path, "ext4", _LOCKED | syscalls.MS_NOATIME | syscalls.MS_RDONLY, "noinit_itable"
+        )
+        self.shift(path, map_fd)
+        self.below.insert(0, path)
+
+    def shift(self, path: str, map_fd: int) -> None:
+        """Show the owners of a mounted disk by a map: it was written by a sandbox with another uid range."""
+        if map_fd < 0:
+            return
+        tree = syscalls.open_tree(syscalls.AT_FDCWD, path, syscalls.OPEN_TREE_CLONE)
+        try:
+            syscalls.mount_setattr(
+                tree, "", syscalls.AT_EMPTY_PATH, set_attributes=syscalls.MOUNT_ATTR_IDMAP, userns_fd=map_fd
+            )
+            syscalls.umount2(path, syscalls.MNT_DETACH)
+            syscalls.move_mount(tree, "", syscalls.AT_FDCWD, path, syscalls.MOVE_MOUNT_F_EMPTY_PATH)
+        finally:
+            os.close(tree)
+
     def do_layer(self, target: str, source: str, options: "dict[str, Any]") -> None:
         """A read-only host directory, owned inside as it is outside."""
         self.prepare(target, source, options)
@@ -242,7 +276,7 @@ class Builder:
         self.lower(source, lower, self.owner_fd if lent else self.map_of(target))
         name = f"u{self.layers}"
         self.layers += 1
-        self.make_private(name, source, "up", "work")
+        self.make_private(name, self.lowers(name, source).partition(":")[0], "up", "work")
         upper = f"{self.stage.path}/disk/{name}"
         if lent:  # a workspace: what is written above it can be looked at from outside
             if not self.rootless:
@@ -253,17 +287,31 @@ class Builder:
         extra = "userxattr" if self.rootless else f"index=off,redirect_dir={redirect},volatile"
         syscalls.mount(
             "overlay", self.inside(target), "overlay", _LOCKED,
-            f"lowerdir={_escape(lower)},upperdir={upper}/up,workdir={upper}/work,{extra}",
+            f"lowerdir={self.lowers(name, lower)},upperdir={upper}/up,workdir={upper}/work,{extra}",
         )  # fmt: skip
 
     def open_layer(self) -> int:
         """What is written above the root, as a directory: the first overlay that was made."""
         return os.open(f"{self.stage.path}/disk/u0/up", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
+    def lowers(self, name: str, *last: str) -> str:
+        """What lies below a writable layer, the topmost first: the same layer of the disks that were kept, and `last`."""
+        kept = [f"{disk}/{name}/up" for disk in self.below]
+        return ":".join(_escape(path) for path in (*(p for p in kept if os.path.isdir(p)), *last))
+
     def do_private(self, target: str, shape: str, _options: "dict[str, Any]") -> None:
         name = "p" + target.replace("/", "_")
-        self.make_private(name, shape, "up")
-        syscalls.mount(f"{self.stage.path}/disk/{name}/up", self.inside(target), None, _BIND)
+        lowers = self.lowers(name)
+        if not lowers:
+            self.make_private(name, shape, "up")
+            syscalls.mount(f"{self.stage.path}/disk/{name}/up", self.inside(target), None, _BIND)
+            return
+        self.make_private(name, lowers.partition(":")[0], "up", "work")
+        place = f"{self.stage.path}/disk/{name}"
+        syscalls.mount(
+            "overlay", self.inside(target), "overlay", _LOCKED,
+            f"lowerdir={lowers},upperdir={place}/up,workdir={place}/work,index=off,redirect_dir=on,volatile",
+        )  # fmt: skip
 
     def make_private(self, name: str, shape: str, *parts: str) -> None:
         """Directories on the sandbox's disk with the mode of `shape`, and its owner as the sandbox counts uids.
@@ -272,6 +320,13 @@ class Builder:
         """
         info = os.stat(shape)
         path = f"{self.stage.path}/disk/{name}"
+        if self.kept and os.path.isdir(path):
+            # Modes and owners are as they were left; an overlay starts with a clean place to work in, and refuses one
+            # that a mount without flushes (`volatile`) has used.
+            if "work" in parts:
+                os.makedirs(path + "/work", exist_ok=True)
+                _empty(path + "/work")
+            return
         if not os.path.isdir(path):
             for part in ("", *(f"/{part}" for part in parts)):
                 os.mkdir(path + part, 0o755)
@@ -438,6 +493,16 @@ def _missing_parents(root: int, path: str) -> "list[str]":
             missing.append(relative)
         relative = os.path.dirname(relative)
     return missing[::-1]
+
+
+def _empty(directory: str) -> None:
+    """Remove what is in a directory that only the kernel wrote to: a few directories deep at most."""
+    for entry in os.scandir(directory):
+        if entry.is_dir(follow_symlinks=False):
+            _empty(entry.path)
+            os.rmdir(entry.path)
+        else:
+            os.unlink(entry.path)
 
 
 def _sized(mib: int) -> str:

@@ -369,6 +369,12 @@ def openat2(dirfd: int, path: "Path", flags: int, mode: int = 0, resolve: int = 
 # --- processes ----------------------------------------------------------------------------------------------
 
 
+def syncfs(fd: int) -> None:
+    """Write out whatever the file system of `fd` still holds in memory."""
+    # SAFETY: only writes what was already asked to be written (test_syncfs).
+    raw("syncfs", fd)
+
+
 def pidfd_send_signal(pidfd: int, signal: int) -> None:
     raw("pidfd_send_signal", pidfd, signal, None, 0)
 

@@ -10,17 +10,27 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from cloche import errors, interfaces, model, rpc, settings
 from cloche.policy import Merged, Mode, Policy
 from cloche.sdk import connecting, portal
+
+if TYPE_CHECKING:
+    from cloche import stock
 
 T = TypeVar("T")
 
 
 Timeout = float | None | Literal["default"]
 """Seconds, None for without end, or what the settings say."""
+
+
+class Identified(Protocol):
+    """A handle that stands for its id."""
+
+    @property
+    def id(self) -> str: ...
 
 
 class Shape(TypedDict, total=False):
@@ -47,6 +57,7 @@ class Shape(TypedDict, total=False):
     minimum_isolation: model.Level | None
     driver: str | None
     stay: bool
+    snapshot: str | Identified | None
     server: str | None
 
 
@@ -327,6 +338,50 @@ class AsyncSandboxPolicy(Handle):
         return await self._do(self._backend.update_policy(self._id, {"network": said}))
 
 
+class AsyncSnapshot(Handle):
+    """A sandbox's files at one moment. Any number of sandboxes start from it: `AsyncSandbox(snapshot=...)`."""
+
+    def __init__(
+        self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str, info: stock.SnapshotInfo
+    ) -> None:
+        super().__init__(backend, home, sandbox_id)
+        self._info = info
+
+    def _shown(self) -> str:
+        return f"{self._info.id} {self._info.name or ''}".strip()
+
+    @property
+    def id(self) -> str:
+        """Its id, good for `get` from anywhere that reaches the same server."""
+        return self._info.id
+
+    @property
+    def name(self) -> str | None:
+        """Its name, if it was given one."""
+        return self._info.name
+
+    @classmethod
+    async def get(cls, snapshot: str, *, server: str | None = None) -> AsyncSnapshot:
+        """A handle of a snapshot that exists, by id or name."""
+        home = portal.get()
+        backend, info = await portal.bridge(_find_snapshot(snapshot, server, home), home)
+        return cls(backend, home, info.sandbox, info)
+
+    async def info(self) -> stock.SnapshotInfo:
+        """What it is: when and of what it was taken, its size, its tags."""
+        return await self._do(self._backend.snapshot_info(self.id))
+
+    async def delete(self) -> None:
+        """Remove it. Sandboxes that started from it keep their files."""
+        await self._do(self._backend.delete_snapshot(self.id))
+
+    @classmethod
+    async def list(cls, *, tag: str | None = None, server: str | None = None) -> list[stock.SnapshotInfo]:
+        """The snapshots there are, oldest first; with `tag`, those that have it."""
+        home = portal.get()
+        return await portal.bridge(_list_snapshots(tag, server, home), home)
+
+
 class AsyncSandbox(Handle):
     """One sandbox. `await AsyncSandbox.create(...)`, or `async with AsyncSandbox(...) as box`, which deletes it.
 
@@ -359,6 +414,7 @@ class AsyncSandbox(Handle):
         minimum_isolation: model.Level | None = None,
         driver: str | None = None,
         stay: bool = False,
+        snapshot: str | Identified | None = None,
         server: str | None = None,
     ) -> None:
         resources = {"memory_mib": memory_mib, "cpus": cpus, "pids": pids, "disk_mib": disk_mib}
@@ -379,6 +435,7 @@ class AsyncSandbox(Handle):
             "labels": labels,
             "policy": _policy(policy, network, allow=allow, deny=deny, resolve=resolve),
             "stay": stay,
+            "snapshot": None if snapshot is None else _id_of(snapshot),
         }
         times = {"timeout_s": timeout_s, "idle_timeout_s": idle_timeout_s}
         self._said = {field: value for field, value in said.items() if value is not None}
@@ -563,15 +620,35 @@ class AsyncSandbox(Handle):
         """Let it live `timeout_s` from now; None is without end."""
         return await self._do(self._backend.extend(self._id, timeout_s))
 
-    async def suspend(self, mode: Literal["pause"] = "pause") -> model.SandboxInfo:
-        """Stop everything where it stands; whatever needs the sandbox wakes it."""
-        if mode != "pause":
-            raise errors.error("argument_invalid", f"the mode is {mode!r}", hint="use 'pause'")
-        return await self._do(self._backend.suspend(self._id))
+    async def suspend(self, mode: Literal["pause", "hibernate", "archive"] = "pause") -> model.SandboxInfo:
+        """Put it to sleep; whatever needs the sandbox wakes it.
+
+        `pause` stops everything where it stands, memory stays. `archive` keeps the files only, beyond the end of the engine
+        and of the machine. `hibernate` keeps memory on disk, where the driver can.
+        """
+        return await self._do(self._backend.suspend(self._id, mode))
 
     async def resume(self) -> model.SandboxInfo:
         """Let it go on."""
         return await self._do(self._backend.resume(self._id))
+
+    async def snapshot(self, name: str | None = None, *, tags: list[str] | None = None) -> AsyncSnapshot:
+        """Keep its files as they are now. It stands still for the moment that takes."""
+        info = await self._do(self._backend.snapshot(self._id, name, tags))
+        return AsyncSnapshot(self._backend, self._home, self._id, info)
+
+    async def restore(self, snapshot: str | Identified) -> model.SandboxInfo:
+        """Set its files back to a snapshot. Every process in it ends; id, environment, limits and life stay."""
+        return await self._do(self._backend.restore(self._id, _id_of(snapshot)))
+
+    async def fork(self, count: int = 1) -> list[AsyncSandbox]:
+        """Sandboxes that begin with the same files and no processes; all of them, or none."""
+        made = []
+        for info in await self._do(self._backend.fork(self._id, count)):
+            handle = AsyncSandbox.__new__(AsyncSandbox)
+            handle._adopt(self._backend, self._home, info.id)
+            made.append(handle)
+        return made
 
     async def diff(self) -> list[model.FileChange]:
         """What was changed of a workspace lent with `overlay=True`."""
@@ -631,6 +708,23 @@ async def _find(
 
 async def _list(server: str | None, home: portal.Portal) -> list[model.SandboxInfo]:
     return await (await connecting.connect(server, home)).list()
+
+
+async def _find_snapshot(
+    snapshot: str, server: str | None, home: portal.Portal
+) -> tuple[interfaces.Backend, stock.SnapshotInfo]:
+    backend = await connecting.connect(server, home)
+    return backend, await backend.snapshot_info(snapshot)
+
+
+async def _list_snapshots(
+    tag: str | None, server: str | None, home: portal.Portal
+) -> list[stock.SnapshotInfo]:
+    return await (await connecting.connect(server, home)).snapshots(tag)
+
+
+def _id_of(noun: str | Identified) -> str:
+    return noun if isinstance(noun, str) else noun.id
 
 
 async def _run_to_end(

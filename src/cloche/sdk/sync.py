@@ -7,12 +7,15 @@ used from any thread, and inside a running event loop (a notebook), which they b
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from cloche import model
 from cloche.policy import Merged, Mode, Policy
 from cloche.sdk import portal, sandboxes
-from cloche.sdk.sandboxes import Shape, Timeout
+from cloche.sdk.sandboxes import Identified, Shape, Timeout
+
+if TYPE_CHECKING:
+    from cloche import stock
 
 H = TypeVar("H", bound="Handle")
 
@@ -242,6 +245,40 @@ class SandboxPolicy(Handle):
         )
 
 
+class Snapshot(Handle):
+    """A sandbox's files at one moment. Any number of sandboxes start from it: `Sandbox(snapshot=...)`."""
+
+    _async: sandboxes.AsyncSnapshot
+
+    @property
+    def id(self) -> str:
+        """Its id, good for `get` from anywhere that reaches the same server."""
+        return self._async.id
+
+    @property
+    def name(self) -> str | None:
+        """Its name, if it was given one."""
+        return self._async.name
+
+    @classmethod
+    def get(cls, snapshot: str, *, server: str | None = None) -> Snapshot:
+        """A handle of a snapshot that exists, by id or name."""
+        return cls._of(portal.run(sandboxes.AsyncSnapshot.get(snapshot, server=server)))
+
+    def info(self) -> stock.SnapshotInfo:
+        """What it is: when and of what it was taken, its size, its tags."""
+        return portal.run(self._async.info(), self._home)
+
+    def delete(self) -> None:
+        """Remove it. Sandboxes that started from it keep their files."""
+        portal.run(self._async.delete(), self._home)
+
+    @classmethod
+    def list(cls, *, tag: str | None = None, server: str | None = None) -> list[stock.SnapshotInfo]:
+        """The snapshots there are, oldest first; with `tag`, those that have it."""
+        return portal.run(sandboxes.AsyncSnapshot.list(tag=tag, server=server))
+
+
 class Sandbox(Handle):
     """One sandbox. `Sandbox(...)` creates it at once; `with Sandbox(...) as box` deletes it at the end.
 
@@ -276,6 +313,7 @@ class Sandbox(Handle):
         minimum_isolation: model.Level | None = None,
         driver: str | None = None,
         stay: bool = False,
+        snapshot: str | Identified | None = None,
         server: str | None = None,
     ) -> None:
         twin = portal.run(
@@ -302,6 +340,7 @@ class Sandbox(Handle):
                 minimum_isolation=minimum_isolation,
                 driver=driver,
                 stay=stay,
+                snapshot=snapshot,
                 server=server,
             )
         )
@@ -447,13 +486,30 @@ class Sandbox(Handle):
         """Let it live `timeout_s` from now; None is without end."""
         return portal.run(self._async.extend(timeout_s), self._home)
 
-    def suspend(self, mode: Literal["pause"] = "pause") -> model.SandboxInfo:
-        """Stop everything where it stands; whatever needs the sandbox wakes it."""
+    def suspend(self, mode: Literal["pause", "hibernate", "archive"] = "pause") -> model.SandboxInfo:
+        """Put it to sleep; whatever needs the sandbox wakes it.
+
+        `pause` stops everything where it stands, memory stays. `archive` keeps the files only, beyond the end of the engine
+        and of the machine. `hibernate` keeps memory on disk, where the driver can.
+        """
         return portal.run(self._async.suspend(mode), self._home)
 
     def resume(self) -> model.SandboxInfo:
         """Let it go on."""
         return portal.run(self._async.resume(), self._home)
+
+    def snapshot(self, name: str | None = None, *, tags: list[str] | None = None) -> Snapshot:
+        """Keep its files as they are now. It stands still for the moment that takes."""
+        return Snapshot._of(portal.run(self._async.snapshot(name, tags=tags), self._home))
+
+    def restore(self, snapshot: str | Identified) -> model.SandboxInfo:
+        """Set its files back to a snapshot. Every process in it ends; id, environment, limits and life stay."""
+        return portal.run(self._async.restore(snapshot), self._home)
+
+    def fork(self, count: int = 1) -> list[Sandbox]:
+        """Sandboxes that begin with the same files and no processes; all of them, or none."""
+        made = portal.run(self._async.fork(count), self._home)
+        return [Sandbox._of(twin) for twin in made]
 
     def diff(self) -> list[model.FileChange]:
         """What was changed of a workspace lent with `overlay=True`."""

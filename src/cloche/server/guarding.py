@@ -20,18 +20,19 @@ T = TypeVar("T")
 SCOPES: dict[str, str] = dict(
     pair
     for scope, methods in {
-        "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy",
+        "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy snapshot restore fork "
+        "snapshots snapshot_info delete_snapshot",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code "
         "interrupt_context restart_context delete_context",
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
         "upload_tree download_tree diff apply workspace_report",
         "events": "events follow_events",
-        "admin": "sweep secrets set_secret remove_secret rotate_secrets_key",
+        "admin": "sweep secrets set_secret remove_secret rotate_secrets_key images image pull_image remove_image gc_images",
     }.items()
     for pair in ((method, scope) for method in methods.split())
 )
 
-_OPERATORS = frozenset(("sweep", "secrets", "set_secret", "remove_secret", "rotate_secrets_key"))
+_OPERATORS = frozenset(method for method, scope in SCOPES.items() if scope == "admin")
 """What concerns the whole machine, and no tenant."""
 
 
@@ -89,6 +90,8 @@ class Guarded:
         result = await getattr(self._backend, name)(**given)
         if name == "list" and self._principal.tenant:
             return [info for info in result if info.tenant == self._principal.tenant]
+        if name == "snapshots" and self._principal.tenant:
+            return [info for info in result if info.spec.tenant == self._principal.tenant]
         return result
 
     async def _open(self, name: str, given: dict[str, Any]) -> AsyncIterator[Any]:
@@ -104,6 +107,11 @@ class Guarded:
             given["spec"] = self._own(given["spec"])
         if not caller.tenant:
             return
+        if "spec" in given and isinstance(given["spec"], model.SandboxSpec) and given["spec"].snapshot:
+            found = await self._find_snapshot(given["spec"].snapshot)
+            given["spec"] = msgspec.structs.replace(given["spec"], snapshot=found)
+        if given.get("snapshot") is not None:
+            given["snapshot"] = await self._find_snapshot(given["snapshot"])
         named = given.get("sandbox")
         if name in _OPERATORS or (SCOPES.get(name) == "events" and named is None):
             raise errors.error(
@@ -125,6 +133,21 @@ class Guarded:
             if info.tenant == tenant:
                 return info.id
         raise missing
+
+    async def _find_snapshot(self, named: str) -> str:
+        tenant = self._principal.tenant
+        for known_as in (named, f"{tenant}/{named}"):
+            try:
+                info = await self._backend.snapshot_info(known_as)
+            except errors.NotFound:
+                continue
+            if info.spec.tenant == tenant:
+                return info.id
+        raise errors.error(
+            "snapshot_not_found",
+            f"there is no snapshot {named!r}",
+            hint="`cloche snapshot list` shows what is there",
+        )
 
     def _own(self, spec: model.SandboxSpec) -> model.SandboxSpec:
         if not self._principal.host_paths and spec.workspace is not None:

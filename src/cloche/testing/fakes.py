@@ -17,7 +17,9 @@ signalled or a test calls `machine.finish(pid)`. What is not scripted ends with 
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
+import json
 import os
 import signal
 import stat
@@ -79,6 +81,19 @@ class FakeDriver(interfaces.Driver):
             raise self.fails
         made = FakeMachine(sandbox_id, self, spec, rules, exposure, image)
         self.machines.append(made)
+        return made
+
+    async def restore(
+        self,
+        kept: str,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Merged,
+        exposure: interfaces.Exposure | None = None,
+        image: interfaces.Image | None = None,
+    ) -> FakeMachine:
+        made = await self.create(sandbox_id, spec, rules, exposure, image)
+        made.files.load(f"{kept}/files")
         return made
 
     async def close(self) -> None:
@@ -242,6 +257,12 @@ class FakeMachine(interfaces.Machine):
         self._live()
         self.paused = False
 
+    async def save(self, directory: str) -> interfaces.Saved:
+        self._live()
+        if not self.paused:
+            raise AssertionError("a machine is saved while it stands still")
+        return self.files.save(f"{directory}/files")
+
     async def kill(self, reason: str) -> None:
         self._end(reason)
 
@@ -376,6 +397,21 @@ class Files:
 
     def symlink(self, path: str, target: str, parents: bool = False) -> SimpleNamespace:
         raise errors.error("not_supported_by_driver", "a fake has no symbolic links")
+
+    def save(self, path: str) -> interfaces.Saved:
+        body = {name: base64.b64encode(self.read(name)).decode() for name in self._files}
+        with open(path, "x") as file:
+            json.dump({"directories": sorted(self.directories), "files": body}, file)
+        return interfaces.Saved(sum(os.fstat(fd).st_size for fd in self._files.values()), len(self._files))
+
+    def load(self, path: str) -> None:
+        with open(path) as file:
+            said = json.load(file)
+        self.directories = set(said["directories"])
+        for name, body in said["files"].items():
+            fd = self.open(name, os.O_WRONLY | os.O_CREAT, 0o644, False)
+            os.write(fd, base64.b64decode(body))
+            os.close(fd)
 
     def close(self) -> None:
         for fd in self._files.values():
