@@ -93,16 +93,16 @@ def path() -> str:
     from cloche import settings
 
     config = settings.load(os.environ)
-    if config.url is not None:
-        raise errors.error(
-            "server_unavailable", f"{config.url!r} is not an address that this version can reach",
-            hint="use unix:/path/to/cloche.sock, or unset CLOCHE_URL to run locally",
-        )  # fmt: skip
     return config.socket_path
 
 
 def running() -> Client | None:
     """The server that answers and is of our version, if there is one. One that is not is told to leave."""
+    url = os.environ.get("CLOCHE_URL", "")
+    if url.startswith(("http://", "https://")):
+        from cloche.cli import far
+
+        return _greeted(Client(far.connect(url, os.environ.get("CLOCHE_API_KEY") or None)))
     address = path()
     sock = thin.connect(address)
     if sock is None:
@@ -112,11 +112,16 @@ def running() -> Client | None:
                 hint="start it, or unset CLOCHE_URL to run locally",
             )  # fmt: skip
         return None
-    client = Client(sock)
+    return _greeted(Client(sock))
+
+
+def _greeted(client: Client) -> Client | None:
     try:
         found = client.call("hello")
     except errors.ServerUnavailable:
         client.close()
+        if os.environ.get("CLOCHE_URL"):
+            raise  # a server that was named is never passed over
         return None
     if (found.get("protocol"), found.get("version")) == (framing.PROTOCOL, __version__):
         return client

@@ -39,22 +39,26 @@ async def connect(server: str | None, home: portal.Portal) -> interfaces.Backend
 
 async def _open(address: str | None, config: settings.Settings, home: portal.Portal) -> interfaces.Backend:
     if address is not None:
-        backend = await _named(address)
+        backend = await _named(address, config)
     else:
         backend = await local.connect(config.socket_path, missing_ok=True) or _in_process()
     home.on_close(backend.aclose)
     return backend
 
 
-async def _named(address: str) -> interfaces.Backend:
+async def _named(address: str, config: settings.Settings) -> interfaces.Backend:
     if address.startswith("unix:"):
         found = await local.connect(address.removeprefix("unix:").removeprefix("//"), missing_ok=False)
         assert found is not None
         return found
+    if address.startswith(("http://", "https://")):
+        from cloche.sdk import remote
+
+        return await remote.connect(address, config.api_key)
     raise errors.error(
         "server_unavailable",
-        f"{address!r} is not an address that this version can reach",
-        hint="use unix:/path/to/cloche.sock, or unset CLOCHE_URL to run locally",
+        f"{address!r} is not the address of a server",
+        hint="use http://host:port, https://host or unix:/path/to/cloche.sock, or leave it out to run locally",
     )
 
 

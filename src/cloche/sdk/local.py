@@ -63,8 +63,10 @@ def _check_peer(path: str, writer: asyncio.StreamWriter) -> None:
 class LocalBackend:
     """Answers `interfaces.Backend` by sending; see `__getattr__`."""
 
-    def __init__(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.where = f"unix:{path}"
+    def __init__(
+        self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, where: str | None = None
+    ) -> None:
+        self.where = where or f"unix:{path}"
         self.closed = False
         self._writer = writer
         self._next = 1

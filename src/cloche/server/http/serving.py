@@ -15,11 +15,12 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
 
 from cloche import errors, interfaces, model, settings
 from cloche.server import keys
-from cloche.server.http import answering, doors, openapi
+from cloche.server.http import answering, doors, frames, openapi
 from cloche.server.http.routes import TABLE
 
 _BACKLOG = 2048
@@ -38,6 +39,9 @@ def make_app(
     async def describe(request: Request) -> Response:
         return Response(openapi.encoded(TABLE), media_type="application/json")
 
+    async def connect(websocket: WebSocket) -> None:
+        await frames.connect(websocket, backend, entrance, config)
+
     async def unknown(request: Request, problem: Exception) -> Response:
         status = getattr(problem, "status_code", 404)
         code = "method_refused" if status == 405 else "route_not_found"
@@ -50,7 +54,11 @@ def make_app(
         return response
 
     return Starlette(
-        routes=[*answers.routes(TABLE), Route("/openapi.json", describe, include_in_schema=False)],
+        routes=[
+            *answers.routes(TABLE),
+            Route("/openapi.json", describe, include_in_schema=False),
+            WebSocketRoute("/v1/connect", connect),
+        ],
         exception_handlers={404: unknown, 405: unknown},
     )
 
@@ -68,7 +76,7 @@ async def serve(app: Starlette, listener: socket.socket, config: settings.Settin
     server = Server(
         uvicorn.Config(
             app, loop="none", http="httptools", ws="websockets-sansio", log_config=None, access_log=False, lifespan="off",
-            server_header=False, date_header=False, timeout_keep_alive=75, backlog=_BACKLOG,
+            server_header=False, ws_max_size=64 << 20, ws_per_message_deflate=False, date_header=False, timeout_keep_alive=75, backlog=_BACKLOG,
             timeout_graceful_shutdown=int(config.server.drain_s) or 1, h11_max_incomplete_event_size=1 << 16,
         )
     )  # fmt: skip
