@@ -290,12 +290,3 @@ def test_a_server_and_its_client_inside_meet(
         )
         == "inside"
     )
-
-
-def test_a_profile_that_asks_for_a_network_is_told_that_there_is_none() -> None:
-    with cloche.Sandbox(profile="permissive") as box:
-        info = box.info()
-        assert info.isolation.network == "off"
-        assert any("network" in warning for warning in info.warnings)
-    with cloche.Sandbox(profile="moderate") as box:
-        assert box.info().warnings == ()

@@ -59,7 +59,7 @@ class Sandbox:
         self.tokens = float(limits.records_per_s)
         self.counted_at = 0.0
         self.dropped = 0
-        self.last_unknown = ""
+        self.last_unknown: tuple[str, Any] = ("", None)
 
 
 class Proxy:
@@ -351,9 +351,9 @@ class Proxy:
         self, sandbox: Sandbox, host: str, peer: tuple[str, int], noted: list[asyncio.Future[None]]
     ) -> bool:
         decision = rules.could_allow(sandbox.rules, host)
-        # Resolvers ask for two kinds of address and ask again; it is one refusal.
-        if not decision.allowed and host != sandbox.last_unknown:
-            sandbox.last_unknown = host
+        # Resolvers ask for two kinds of address, from one socket; it is one refusal.
+        if not decision.allowed and (host, peer) != sandbox.last_unknown:
+            sandbox.last_unknown = host, peer
             waiting = self.refuse(
                 sandbox,
                 records.Record(

@@ -291,6 +291,8 @@ class Execution:
         self._kill_tree()
 
     def denied(self, denial: model.Denial) -> None:
+        if denial.kind == "network" and denial in self._denials:
+            return  # clients try again, and then again: it is one thing to know
         if len(self._denials) < _MAX_DENIALS:
             self._denials.append(denial)
             self.log.deny(denial)
