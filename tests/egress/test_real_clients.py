@@ -8,7 +8,6 @@ import shutil
 import ssl
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import cloche
 from tests.security import glass
 
 
