@@ -407,6 +407,12 @@ class Driver(ABC):
             hint="snapshots, forks and archives need the driver `namespaces`",
         )
 
+    async def compare(self, kept: str, other: str) -> list[model.FileChange]:
+        """What differs between the files kept in two directories, going from the first to the second."""
+        raise errors.error(
+            "not_supported_by_driver", f"the driver {self.name!r} cannot compare files that were kept"
+        )
+
     @abstractmethod
     async def close(self) -> None:
         """End every machine and the driver's own processes. Twice is harmless."""
@@ -654,6 +660,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete_snapshot(self, snapshot: str) -> None: ...
+
+    @abstractmethod
+    async def diff_snapshots(self, snapshot: str, other: str) -> builtins.list[model.FileChange]:
+        """What became of the files of one snapshot in another."""
 
     @abstractmethod
     async def usage(self, sandbox: str) -> model.SandboxUsage: ...

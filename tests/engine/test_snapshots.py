@@ -355,3 +355,58 @@ def _start_time():
     from cloche.linux import processes
 
     return processes.start_time(os.getpid())
+
+
+# ── differences ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_difference_with_nothing(sandbox, shelf):
+    snap = sandbox.snapshot()
+    assert code_of(lambda: snap.diff("nothing")) == "snapshot_not_found"
+    assert snap.diff(snap) == []
+
+
+def test_another_root_has_no_difference(make_sandbox, shelf):
+    one, two = (make_sandbox(profile=profile).snapshot() for profile in ("moderate", "restrictive"))
+    assert code_of(lambda: one.diff(two)) == "argument_invalid"
+
+
+@pytest.mark.parametrize("padding", ["0", "12M"], ids=["copied", "stacked"])
+def test_differences_are_told_by_path(make_sandbox, shelf, padding):
+    box = make_sandbox()
+    box.exec(
+        f"head -c {padding} /dev/urandom > pad; echo 1 > same; echo 1 > changed; echo 1 > gone; mkdir -p d/deep; touch d/deep/x;"
+        "ln -s a link; echo 12 > touched; echo 1 > mode; echo t > /tmp/t; mkdir moved; echo m > moved/m",
+        check=True,
+    )
+    one = box.snapshot()
+    box.restore(one)
+    box.exec(
+        "echo 2 > changed; rm gone; rm -r d; mkdir d; touch d/new; ln -sfn b link; echo 13 > touched;"
+        "touch -r same touched; chmod 600 mode; rm /tmp/t; mv moved elsewhere; touch same2; rm same2",
+        check=True,
+    )
+    found = {(change.kind, change.path, change.type) for change in one.diff(box.snapshot())}
+    assert found == {
+        ("modified", "/workspace/changed", "file"), ("removed", "/workspace/gone", "file"),
+        ("removed", "/workspace/d/deep", "directory"), ("removed", "/workspace/d/deep/x", "file"),
+        ("added", "/workspace/d/new", "file"), ("modified", "/workspace/link", "symlink"),
+        ("modified", "/workspace/touched", "file"), ("modified", "/workspace/mode", "file"),
+        ("removed", "/tmp/t", "file"), ("removed", "/workspace/moved", "directory"),
+        ("removed", "/workspace/moved/m", "file"), ("added", "/workspace/elsewhere", "directory"),
+        ("added", "/workspace/elsewhere/m", "file"),
+    }  # fmt: skip
+
+
+@root_only
+def test_what_the_root_had_is_not_added(sandbox, shelf):
+    one = sandbox.snapshot()
+    sandbox.exec(
+        "echo new > /etc/hostname; rm /etc/hosts; mkdir /opt/more; touch /usr/lib/new",
+        user="root",
+        check=True,
+    )
+    found = [(change.kind, change.path) for change in one.diff(sandbox.snapshot())]
+    assert sorted(found) == [
+        ("added", "/opt/more"), ("added", "/usr/lib/new"), ("modified", "/etc/hostname"), ("removed", "/etc/hosts"),
+    ]  # fmt: skip

@@ -35,6 +35,7 @@ class HeldMachine(machine.GuestMachine):
         self._group = group
         self._pidfd = -1
         self._paused = False
+        self._stopped: set[int] = set()
         self._removed: asyncio.Future[bool] | None = None
 
     def hold(
@@ -95,10 +96,21 @@ class HeldMachine(machine.GuestMachine):
         return interfaces.Usage(processes.tree_pss_mib(tree), 0, processes.tree_cpu_ms(tree), len(pids), 0)
 
     async def pause(self) -> None:
-        if self._group is None or not self._group.freeze():
+        """By the kernel's freezer, which nobody inside can notice; without one by stopping each process, which a parent
+        that waits for stopped children can."""
+        if self._group is not None and self._group.freeze():
+            self._paused = True
+            return
+        if self._group is not None:
+            self._group.thaw()
+        stopped = await asyncio.to_thread(processes.stop_tree, self.host_pid)
+        if stopped is None:
             raise errors.error(
-                "not_supported_by_driver", "pausing needs a cgroup with a freezer, and this host gives none"
+                "not_supported_by_driver",
+                "the sandbox does not stop: this host gives no freezer, and it starts processes faster than they are stopped",
+                hint="end what runs in it; `cloche doctor` says what a freezer would need",
             )
+        self._stopped = stopped
         self._paused = True
 
     async def resume(self) -> None:
@@ -108,6 +120,8 @@ class HeldMachine(machine.GuestMachine):
         """Also before any kill: a task frozen by cgroup v1 does not die on SIGKILL."""
         if self._paused and self._group is not None:
             self._group.thaw()
+        processes.continue_all(self._stopped)
+        self._stopped = set()
         self._paused = False
 
     def _remove_group(self) -> None:

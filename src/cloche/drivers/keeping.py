@@ -49,6 +49,8 @@ class Kept(NamedTuple):
 
     layers: tuple[str, ...]
     """What the writable layers lay above, in their order."""
+    sources: tuple[str, ...] = ()
+    """Where that is on the host."""
     images: tuple[Image, ...] = ()
     """The lowest first; none in a pack."""
     files: int = 0
@@ -70,6 +72,7 @@ class Start(NamedTuple):
     below: tuple[Below, ...]
     own: Below | None = None
     pack: int = -1
+    mib: int = 0
 
     @property
     def fds(self) -> list[int]:
@@ -78,7 +81,12 @@ class Start(NamedTuple):
 
     def message(self) -> dict[str, Any]:
         disk = None if self.own is None else {"base": self.own.image.base, "mib": self.own.image.mib}
-        return {"below": [b.image.base for b in self.below], "disk": disk, "pack": self.pack >= 0}
+        return {
+            "below": [b.image.base for b in self.below],
+            "disk": disk,
+            "pack": self.pack >= 0,
+            "mib": self.mib,
+        }
 
     def close(self) -> None:
         for fd in self.fds:
@@ -88,6 +96,10 @@ class Start(NamedTuple):
 def layers_of(steps: Sequence[mounts.Step]) -> tuple[str, ...]:
     """What the writable layers of a plan lie above: the n-th of them is `uN` on the disk."""
     return tuple(step[1] for step in steps if step[0] == "overlay" and not step[3].get("owner"))
+
+
+def sources_of(steps: Sequence[mounts.Step]) -> tuple[str, ...]:
+    return tuple(step[2] for step in steps if step[0] == "overlay" and not step[3].get("owner"))
 
 
 def check_layers(kept: Kept, steps: Sequence[mounts.Step]) -> None:
@@ -102,20 +114,64 @@ def check_layers(kept: Kept, steps: Sequence[mounts.Step]) -> None:
         )
 
 
-def save_images(
-    disk: int, image: int, own: Image, below: Sequence[Below], layers: tuple[str, ...], directory: str
-) -> Kept:
+class Stack(NamedTuple):
+    """What lies below a machine's own disk."""
+
+    layers: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    below: tuple[Below, ...] = ()
+
+
+def save_images(disk: int, image: int, own: Image, stack: Stack, directory: str) -> Kept:
     """Keep the disk of a machine that stands still, and what lies below it."""
     with told(directory):
         syscalls.syncfs(disk)
-        for number, lower in enumerate(below):
+        for number, lower in enumerate(stack.below):
             _link(lower.fd, f"{directory}/{number}.ext4")
-        size = _copy(image, f"{directory}/{len(below)}.ext4")
+        size = _copy(image, f"{directory}/{len(stack.below)}.ext4")
         files = max(0, used_inodes(disk) - own.empty)
-        images = (*(b.image for b in below), own._replace(files=files, size=size))
-        kept = Kept(layers, images, sum(i.files for i in images), sum(i.size for i in images))
+        images = (*(b.image for b in stack.below), own._replace(files=files, size=size))
+        kept = Kept(
+            stack.layers, stack.sources, images, sum(i.files for i in images), sum(i.size for i in images)
+        )
         write_note(directory, kept)
     return kept
+
+
+def layer_names(layers: tuple[str, ...]) -> list[str]:
+    """What the layers and the private places of a sandbox are called on its disk."""
+    private = ["p" + path.replace("/", "_") for path in mounts.PRIVATE]
+    return [*(f"u{number}" for number in range(len(layers))), *private]
+
+
+def to_compare(left: Kept, right: Kept) -> dict[str, tuple[str, str]]:
+    """The layers of two states by name: where each begins inside, and what it lies above on the host."""
+    if left.layers != right.layers or bool(left.images) != bool(right.images):
+        raise errors.error(
+            "argument_invalid",
+            "the two lie above different roots, so there is no difference to tell",
+            hint="compare snapshots of sandboxes with the same template, image and profile",
+        )
+    roots = [*zip(left.layers, left.sources, strict=True), *((path, "") for path in mounts.PRIVATE)]
+    return dict(zip(layer_names(left.layers), roots, strict=True))
+
+
+def open_all(directory: str, kept: Kept) -> list[int]:
+    names = [f"{number}.ext4" for number in range(len(kept.images))] or [PACK]
+    with told(directory):
+        return [os.open(f"{directory}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names]
+
+
+def open_pack(directory: str) -> int:
+    with told(directory):
+        return os.open(f"{directory}/{PACK}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def check_answer(answer: dict[str, Any], directory: str) -> None:
+    """What a helper could not do, as an error of ours."""
+    if "errno" in answer:
+        with told(directory):
+            raise OSError(answer["errno"], answer["reason"])
 
 
 def _link(image: int, path: str) -> None:
@@ -154,7 +210,8 @@ def load(directory: str) -> Kept:
         if said.pop("format") != _FORMAT:
             raise ValueError("another format")
         images = tuple(Image(**image) for image in said.pop("images"))
-        return Kept(**{**said, "images": images, "layers": tuple(said["layers"])})
+        layers, sources = tuple(said.pop("layers")), tuple(said.pop("sources"))
+        return Kept(layers, sources, images, **said)
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise errors.error(
             "state_corrupt",
@@ -170,7 +227,8 @@ def begin(directory: str, mib: int, scratch: str) -> Start:
     with told(directory):
         try:
             if not kept.images:
-                return Start(kept, (), pack=os.open(f"{directory}/{PACK}", os.O_RDONLY | os.O_CLOEXEC))
+                pack = os.open(f"{directory}/{PACK}", os.O_RDONLY | os.O_CLOEXEC)
+                return Start(kept, (), pack=pack, mib=mib)
             for number, image in enumerate(kept.images):
                 fd = os.open(f"{directory}/{number}.ext4", os.O_RDONLY | os.O_CLOEXEC)
                 opened.append(Below(image, fd))

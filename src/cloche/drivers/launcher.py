@@ -109,6 +109,8 @@ class Launcher:
                 self.mount(message)
             elif message["op"] == "capture":
                 self.open_network(message)
+            elif message["op"] == "help":
+                entering.help(message, fds)
             elif message["op"] == "slots":
                 self.free[:0] = message["slots"]  # type: ignore[call-overload]
         finally:

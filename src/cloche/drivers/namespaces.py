@@ -116,6 +116,10 @@ class NamespacesDriver(interfaces.Driver):
         self._embryos.append(self._conceive())
         self._refill_later()
 
+    @property
+    def _stage(self) -> str:
+        return os.path.join(self._home, "stage")
+
     async def _start_launcher(self, rootless: bool) -> LauncherFrame:
         launch = self._launch or spawning.start()
         self._launch = None
@@ -126,7 +130,7 @@ class NamespacesDriver(interfaces.Driver):
         loop.add_reader(self._link.fileno(), self._readable)
         if not rootless and not self._slots:
             self._take_slots()
-        stage = os.path.join(self._home, "stage")
+        stage = self._stage
         os.makedirs(stage, mode=0o700, exist_ok=True)
         config = {
             "rootless": rootless, "first_uid": FIRST_UID, "slots": self._slots or list(range(4096)),
@@ -264,6 +268,25 @@ class NamespacesDriver(interfaces.Driver):
             return await self._make(sandbox_id, spec, rules, exposure, image, start)
         finally:
             start.close()
+
+    async def compare(self, kept: str, other: str) -> list[model.FileChange]:
+        sides = {place: keeping.load(place) for place in (kept, other)}
+        message = {
+            "act": "diff",
+            "left": [image.base for image in sides[kept].images],
+            "right": [image.base for image in sides[other].images],
+            "layers": keeping.to_compare(sides[kept], sides[other]),
+            "stage": self._stage,
+        }
+        opened: list[int] = []
+        try:
+            for place in (kept, other):
+                opened += keeping.open_all(place, sides[place])
+            answer = await self.help(message, opened)
+        finally:
+            wire.close_all(opened)
+        keeping.check_answer(answer, kept)
+        return msgspec.convert(answer["changes"], list[model.FileChange])
 
     def _check_kind(self, start: keeping.Start) -> None:
         if (start.pack < 0) == self.facts.loop_disks:
@@ -440,6 +463,26 @@ class NamespacesDriver(interfaces.Driver):
         """Have the sockets made by which a running sandbox reaches the egress process; `captured` is told."""
         wire.send(self._link, {"op": "capture", "id": key})
 
+    async def help(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """Have something done by a helper of the launcher, and wait for its answer."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            wire.send(self._link, {"op": "help", **message}, [writing, *fds])
+        except OSError as problem:
+            os.close(reading)
+            raise errors.error(
+                "capacity_exceeded",
+                f"the launcher cannot take more work: {problem.strerror}",
+                hint="try again",
+            ) from None
+        finally:
+            os.close(writing)
+        body = await asyncio.to_thread(_read_all, reading)
+        if not body:
+            raise errors.error("launcher_lost", "the launcher ended while it was asked for something")
+        answer: dict[str, Any] = msgspec.json.decode(body)
+        return answer
+
     def forget(self, gone: NamespacesMachine) -> None:
         self._machines.pop(gone.key, None)
         with suppress(ValueError):
@@ -456,8 +499,7 @@ class NamespacesMachine(holding.HeldMachine):
         self._exposure: interfaces.Exposure | None = None
         self._mounts: watching.Mounts | None = None
         self._capturing: asyncio.Future[interfaces.Capture] | None = None
-        self._layers: tuple[str, ...] = ()
-        self._below: tuple[keeping.Below, ...] = ()
+        self._stack = keeping.Stack()
         self._own: keeping.Image | None = None
 
     def born(self, pidfd: int) -> None:
@@ -535,11 +577,10 @@ class NamespacesMachine(holding.HeldMachine):
 
     def lies_above(self, steps: list[mounts.Step], start: keeping.Start | None) -> None:
         """Remember what a snapshot of this machine must say about itself."""
-        self._layers = keeping.layers_of(steps)
         if self._disk < 0:
             return
-        if start is not None:
-            self._below = tuple(b._replace(fd=os.dup(b.fd)) for b in start.below)
+        below = () if start is None else tuple(b._replace(fd=os.dup(b.fd)) for b in start.below)
+        self._stack = keeping.Stack(keeping.layers_of(steps), keeping.sources_of(steps), below)
         if start is not None and start.own is not None:
             self._own = start.own.image
         else:
@@ -550,19 +591,39 @@ class NamespacesMachine(holding.HeldMachine):
         own = self._own
         if own is None or self._disk < 0:
             raise errors.error("sandbox_lost", "the sandbox has ended")
+        if self._image < 0:
+            return await self._save_pack(directory)
         # Copies of the descriptors: the machine may be killed meanwhile.
         disk, image = os.dup(self._disk), os.dup(self._image)
-        below = [b._replace(fd=os.dup(b.fd)) for b in self._below]
+        below = tuple(b._replace(fd=os.dup(b.fd)) for b in self._stack.below)
+        stack = self._stack._replace(below=below)
         try:
-            kept = await asyncio.to_thread(
-                keeping.save_images, disk, image, own, below, self._layers, directory
-            )
+            kept = await asyncio.to_thread(keeping.save_images, disk, image, own, stack, directory)
         finally:
             wire.close_all([disk, image, *(b.fd for b in below)])
         return interfaces.Saved(kept.size, kept.files)
 
+    async def _save_pack(self, directory: str) -> interfaces.Saved:
+        writing = keeping.open_pack(directory)
+        try:
+            message = {
+                "act": "pack",
+                "first_id": 0 if self._driver.facts.rootless else self._base,
+                "wanted": keeping.layer_names(self._stack.layers),
+            }
+            answer = await self._driver.help(message, [self._disk, writing])
+        finally:
+            os.close(writing)
+        keeping.check_answer(answer, directory)
+        kept = keeping.Kept(
+            self._stack.layers, self._stack.sources, files=answer["files"], size=answer["size"]
+        )
+        keeping.write_note(directory, kept)
+        return interfaces.Saved(kept.size, kept.files)
+
     def _let_go_of_disk(self) -> None:
-        below, self._below = self._below, ()
+        below = self._stack.below
+        self._stack = self._stack._replace(below=())
         wire.close_all([b.fd for b in below])
         super()._let_go_of_disk()
 
@@ -603,6 +664,11 @@ class NamespacesMachine(holding.HeldMachine):
             os.close(self._pidfd)
             self._pidfd = -1
         self._remove_group()
+
+
+def _read_all(fd: int) -> bytes:
+    with open(fd, "rb") as pipe:
+        return pipe.read()
 
 
 def _landlock_rules(rules: policy.Merged, exposure: interfaces.Exposure | None) -> list[tuple[str, int]]:

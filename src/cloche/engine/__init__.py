@@ -471,6 +471,11 @@ class Engine(interfaces.Backend):
             )
         )
 
+    async def diff_snapshots(self, snapshot: str, other: str) -> builtins.list[model.FileChange]:
+        one, two = await self._shelf.find(snapshot), await self._shelf.find(other)
+        driver = await self._placement.choose(one.spec.minimum_isolation, one.spec.driver)
+        return await driver.compare(self._shelf.place(one.id), self._shelf.place(two.id))
+
     async def usage(self, sandbox: str) -> model.SandboxUsage:
         return model.SandboxUsage(**self._find(sandbox).machine.usage()._asdict())
 

@@ -21,6 +21,7 @@ EXEMPT = frozenset(
         "contexts",
         "delete",
         "diff",
+        "diff_snapshots",
         "events",
         "executions",
         "follow_events",

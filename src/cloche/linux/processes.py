@@ -12,6 +12,7 @@ counts as ended, never as an error. Standard library and `syscalls` only.
 import os
 import select
 import signal
+import time
 
 from cloche.linux import syscalls
 
@@ -84,6 +85,47 @@ def _read(path: str) -> bytes | None:
 
 
 # --- a tree -------------------------------------------------------------------------------------------------
+
+
+def stop_tree(pid: int, timeout_s: float = 2.0) -> "set[int] | None":
+    """Stop a process and everything that came from it; those that were not stopped already, or None if some would not.
+
+    Looked at again until nothing new appears: what is about to fork when it is stopped has a child that is not.
+    """
+    stopped: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        states = {found: state(found) for found in (pid, *descendants(pid))}
+        left = {found for found, now in states.items() if now not in ("T", "t", "Z", "X", "")}
+        if not left:
+            return stopped
+        for found in left:
+            try:
+                os.kill(found, signal.SIGSTOP)
+                stopped.add(found)
+            except (ProcessLookupError, PermissionError):
+                continue
+        if time.monotonic() > deadline:
+            continue_all(stopped)
+            return None
+        time.sleep(0.0005)
+
+
+def continue_all(pids: "set[int]") -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            continue
+
+
+def state(pid: int) -> str:
+    """The letter that the kernel has for it; empty once it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
 
 
 def descendants(pid: int) -> list[int]:

@@ -371,6 +371,10 @@ class AsyncSnapshot(Handle):
         """What it is: when and of what it was taken, its size, its tags."""
         return await self._do(self._backend.snapshot_info(self.id))
 
+    async def diff(self, other: str | Identified) -> list[model.FileChange]:
+        """What became of its files in another snapshot: added, modified and removed paths."""
+        return await self._do(self._backend.diff_snapshots(self.id, _id_of(other)))
+
     async def delete(self) -> None:
         """Remove it. Sandboxes that started from it keep their files."""
         await self._do(self._backend.delete_snapshot(self.id))

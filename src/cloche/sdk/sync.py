@@ -269,6 +269,10 @@ class Snapshot(Handle):
         """What it is: when and of what it was taken, its size, its tags."""
         return portal.run(self._async.info(), self._home)
 
+    def diff(self, other: str | Identified) -> list[model.FileChange]:
+        """What became of its files in another snapshot: added, modified and removed paths."""
+        return portal.run(self._async.diff(other), self._home)
+
     def delete(self) -> None:
         """Remove it. Sandboxes that started from it keep their files."""
         portal.run(self._async.delete(), self._home)

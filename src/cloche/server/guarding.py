@@ -21,7 +21,7 @@ SCOPES: dict[str, str] = dict(
     pair
     for scope, methods in {
         "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy snapshot restore fork "
-        "snapshots snapshot_info delete_snapshot",
+        "snapshots snapshot_info delete_snapshot diff_snapshots",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code "
         "interrupt_context restart_context delete_context",
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
@@ -110,8 +110,9 @@ class Guarded:
         if "spec" in given and isinstance(given["spec"], model.SandboxSpec) and given["spec"].snapshot:
             found = await self._find_snapshot(given["spec"].snapshot)
             given["spec"] = msgspec.structs.replace(given["spec"], snapshot=found)
-        if given.get("snapshot") is not None:
-            given["snapshot"] = await self._find_snapshot(given["snapshot"])
+        for argument in ("snapshot", "other"):
+            if given.get(argument) is not None:
+                given[argument] = await self._find_snapshot(given[argument])
         named = given.get("sandbox")
         if name in _OPERATORS or (SCOPES.get(name) == "events" and named is None):
             raise errors.error(
