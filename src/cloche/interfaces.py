@@ -241,10 +241,31 @@ class Image(Protocol):
     @property
     def root(self) -> str: ...
 
+    @property
+    def owns(self) -> bool:
+        """Whether root of a sandbox on it may give files away and pass over modes, as package managers must. The ids are
+        the sandbox's own, so this reaches nobody else's files; only builds have it."""
+        ...
+
     def release(self) -> None: ...
 
 
 Progress = Callable[[model.ImageProgress], None]
+
+
+class Ran(NamedTuple):
+    """A step of a build. `layer` is what it wrote, for the caller to close, or None where it failed."""
+
+    result: model.ExecResult
+    layer: Layer | None
+
+
+class Runner(Protocol):
+    """Runs the steps of a build, each in a sandbox of its own with the build's policy."""
+
+    async def run(self, image: Image, line: str, *, root: bool, say: Callable[[str], None]) -> Ran:
+        """Run a shell line on an image and tell what it writes line by line. With `root`, by root or not at all
+        (`needs_subuids`). A step that the network's rules stopped has failed, whatever its exit code."""
 
 
 class ImageSource(ABC):
@@ -256,6 +277,13 @@ class ImageSource(ABC):
     ) -> Image:
         """The image, fetched and unpacked if it is not here; with `fresh`, what the reference means now. Raises one of the
         `image_…` errors, and leaves nothing half-made."""
+
+    @abstractmethod
+    async def build(
+        self, recipe: dict[str, Any] | str, directory: str, runner: Runner, progress: Progress
+    ) -> Image:
+        """The image of a recipe (data, or YAML text) whose copies are below `directory`. `recipe_invalid`, or
+        `recipe_step_failed` with the end of the step's log."""
 
     @abstractmethod
     def images(self) -> list[model.ImageInfo]: ...
@@ -622,6 +650,10 @@ class Backend(ABC):
     @abstractmethod
     def pull_image(self, reference: str) -> AsyncIterator[model.ImageProgress]:
         """Fetch what a reference means now; the last item is `done` and has the image."""
+
+    @abstractmethod
+    def build_image(self, recipe: dict[str, Any] | str, directory: str) -> AsyncIterator[model.ImageProgress]:
+        """Make the image of a recipe; the last item is `done` and has the image."""
 
     @abstractmethod
     async def remove_image(self, reference: str) -> model.ImageInfo: ...

@@ -266,9 +266,14 @@ class ExecRequest(Noun, frozen=True, kw_only=True):
 
 def absolute_image(reference: str) -> str:
     """An image's name with its path as seen from here: only the caller knows what a relative one means."""
-    scheme, colon, path = reference.partition(":")
-    local = colon and scheme in ("dir", "oci", "oci-archive", "docker-archive")
-    return f"{scheme}:{os.path.abspath(path)}" if local and path else reference
+    scheme, _, path = reference.partition(":")
+    return f"{scheme}:{os.path.abspath(path)}" if names_host_path(reference) and path else reference
+
+
+def names_host_path(reference: str | None) -> bool:
+    """Whether an image is a file or directory of the engine's host."""
+    scheme, colon, _ = (reference or "").partition(":")
+    return bool(colon) and scheme in ("dir", "oci", "oci-archive", "docker-archive")
 
 
 def check_name(name: str) -> None:

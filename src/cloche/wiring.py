@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
+from typing import Any
 
 from cloche import engine, events, interfaces, model, policy, settings, store
 from cloche.drivers import namespaces, spawning
@@ -80,6 +81,15 @@ class Images(interfaces.ImageSource):
         self, reference: str, progress: interfaces.Progress | None = None, *, fresh: bool = False
     ) -> interfaces.Image:
         return await self._local.resolve(reference, progress, fresh=fresh)
+
+    async def build(
+        self,
+        recipe: dict[str, Any] | str,
+        directory: str,
+        runner: interfaces.Runner,
+        progress: interfaces.Progress,
+    ) -> interfaces.Image:
+        return await self._local.build(recipe, directory, runner, progress)
 
     def images(self) -> list[model.ImageInfo]:
         return self._local.images()

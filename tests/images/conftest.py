@@ -136,10 +136,11 @@ def with_engine(home: Path) -> WithEngine:
     """Run work on an engine with these settings of images, and close it."""
     environment = {**os.environ, "CLOCHE_HOME": str(home / "s"), "XDG_CONFIG_HOME": str(home / "c")}
 
-    def run(work: Work, **chosen: object) -> None:
+    def run(work: Work, *, build: dict[str, object] | None = None, **chosen: object) -> None:
         (home / "c/cloche").mkdir(parents=True, exist_ok=True)
-        lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in chosen.items())
-        (home / "c/cloche/settings.toml").write_text(f"[images]\n{lines}[build]\nallow = []\n")
+        groups = {"images": chosen, "build": {"allow": [], **(build or {})}}
+        text = "".join(f"[{name}]\n{''.join(map(_line, group.items()))}" for name, group in groups.items())
+        (home / "c/cloche/settings.toml").write_text(text)
 
         async def inside() -> None:
             made = wiring.make_engine(environment)
@@ -151,6 +152,13 @@ def with_engine(home: Path) -> WithEngine:
         asyncio.run(inside())
 
     return run
+
+
+def _line(pair: tuple[str, object]) -> str:
+    name, value = pair
+    if isinstance(value, dict):
+        return f"{name} = {{ {', '.join(f'{key} = {json.dumps(inner)}' for key, inner in value.items())} }}\n"
+    return f"{name} = {json.dumps(value)}\n"
 
 
 async def pulled(made: engine.Engine, reference: str) -> model.ImageInfo:

@@ -116,10 +116,10 @@ def write_layout(
 
 
 @cache
-def small_root() -> bytes:
+def small_root(*more: str) -> bytes:
     """A layer with a shell, a few programs and what they load: this machine's, but nothing else of it."""
     paths: dict[str, str] = {}
-    for name in PROGRAMS:
+    for name in (*PROGRAMS, *more):
         program = subprocess.run(
             ["/bin/sh", "-c", f"command -v -p {name} || command -v /bin/{name}"],
             capture_output=True,

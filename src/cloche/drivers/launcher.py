@@ -30,6 +30,12 @@ from cloche.linux import landlock, loops, mounts, namespaces, seccomp, syscalls
 
 _UNSHARED = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
 _AGENT_CAPS = 1 << syscalls.CAP_SETUID | 1 << syscalls.CAP_SETGID | 1 << syscalls.CAP_KILL
+# What root inside needs to install packages. Its ids are its own and its lowers are read-only: no file of anybody else's is
+# in reach. tests/images/test_recipes.py::test_root_of_a_step_owns_its_files_and_nothing_else
+_OWNER_CAPS = sum(
+    1 << cap
+    for cap in (syscalls.CAP_CHOWN, syscalls.CAP_DAC_OVERRIDE, syscalls.CAP_FOWNER, syscalls.CAP_FSETID)
+)
 RANGE = 65536
 SYSTEM = 1000  # ids below are the system's own, above are people's
 USER = 1000
@@ -302,7 +308,7 @@ class Launcher:
         mounted = (
             os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC) if message.get("watch_mounts") else -1
         )
-        self.enter_user_namespace(builder.user_fd)
+        self.enter_user_namespace(builder.user_fd, owns=bool(message.get("owns")))
         _limit(message["rlimits"], message.get("affinity"))  # type: ignore[arg-type]
         _keep_only(link.fileno(), terminals, builder.upper_fd, mounted, layer, disk, builder.image_fd)
         trace.append(time.monotonic_ns())
@@ -347,7 +353,7 @@ class Launcher:
         builder.make_disk(device, mib)
         os.close(held)
 
-    def enter_user_namespace(self, user_fd: int) -> None:
+    def enter_user_namespace(self, user_fd: int, *, owns: bool) -> None:
         # SAFETY: from here on this process has no rights over its own mounts, network or pid namespace, which belong to
         # the launcher's user namespace. tests/security/test_kernel.py::test_root_inside_cannot_mount
         syscalls.setns(user_fd, syscalls.CLONE_NEWUSER)
@@ -356,8 +362,9 @@ class Launcher:
             # The real ids are the user's: what the agent spawns takes them on by exec, without a fork of its own.
             os.setresgid(USER, 0, 0)
             os.setresuid(USER, 0, 0)
-        syscalls.drop_bounding_set()
-        kept = 0 if self.rootless else _AGENT_CAPS
+        kept = 0 if self.rootless else _AGENT_CAPS | _OWNER_CAPS if owns else _AGENT_CAPS
+        # A command gets what is in the bounding set by exec if it is root's: nothing, but in a build.
+        syscalls.drop_bounding_set(keep=kept if owns else 0)
         syscalls.set_caps(kept, kept, 0)
 
     def lock(self, message: "dict[str, object]", filter_: bytes) -> int:

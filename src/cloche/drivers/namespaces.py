@@ -408,7 +408,7 @@ class NamespacesDriver(interfaces.Driver):
             "steps": mounts.plan(self._view(resources, rules.files.root, exposure, base)), "rlimits": held.rlimits, "affinity": held.affinity,
             "syscalls": rules.syscalls.profile, "landlock": _landlock_rules(rules, exposure),
             "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
-            "layer": rules.files.root == "overlay", "watch_mounts": exposure is not None and bool(exposure.protect),
+            "owns": image is not None and image.owns, "layer": rules.files.root == "overlay", "watch_mounts": exposure is not None and bool(exposure.protect),
             "agent": {
                 "env": {**base.environment, **extra, **spec.env}, "uid": host.USER_ID,
                 "cwd": exposure.cwd if exposure is not None else "/workspace",

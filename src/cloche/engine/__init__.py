@@ -88,7 +88,10 @@ class Engine(interfaces.Backend):
 
     # ── sandboxes ───────────────────────────────────────────────────────────────────────────────
 
-    async def create(self, spec: model.SandboxSpec) -> model.SandboxInfo:
+    async def create(
+        self, spec: model.SandboxSpec, *, image: interfaces.Image | None = None
+    ) -> model.SandboxInfo:
+        """A running sandbox. An `image` that the caller holds stands for the spec's, for a step of a build."""
         self._accept(spec)
         start = None
         if spec.snapshot is not None:
@@ -120,8 +123,9 @@ class Engine(interfaces.Backend):
                 )
             bound = {**self._networks.environment(rules.network), **spec.env}
             kept = None if start is None else self._shelf.place(start.id)
-            machine = await self._warm.take(spec, bound) or await self._make_machine(
-                msgspec.structs.replace(spec, env=bound), rules, lent, kept
+            warm = await self._warm.take(spec, bound) if image is None else None
+            machine = warm or await self._make_machine(
+                msgspec.structs.replace(spec, env=bound), rules, lent, kept, image
             )
             made = sandboxes.Sandbox(
                 sandbox_id,
@@ -171,7 +175,8 @@ class Engine(interfaces.Backend):
                 )  # there is no record of it to bring up to date
                 await self._end(made, "failed", "it could not be recorded")
                 raise
-        self._warm.replenish(spec, rules)
+        if image is None:
+            self._warm.replenish(spec, rules)
         if not self._swept:
             self._swept = True
             self._spawn(self._sweep_quietly(), "sweep")
@@ -218,10 +223,10 @@ class Engine(interfaces.Backend):
 
     async def _make_machine(
         self, spec: model.SandboxSpec, rules: policy.Merged, lent: interfaces.Workspace | None = None,
-        kept: str | None = None,
+        kept: str | None = None, image: interfaces.Image | None = None,
     ) -> interfaces.Machine:  # fmt: skip
         minimum = max(spec.minimum_isolation, rules.isolation.minimum, key=model.LEVELS.index)
-        async with self._imaging.of(spec) as use:
+        async with self._imaging.of(spec, image) as use:
             driver = await self._placement.choose(minimum, spec.driver)
             exposure = lent.exposure if lent is not None else None
             if kept is not None:
@@ -254,6 +259,9 @@ class Engine(interfaces.Backend):
         raise errors.error(
             "sandbox_not_found", f"there is no sandbox {sandbox!r}", hint="`cloche list` shows what is there"
         )
+
+    def machine_of(self, sandbox: str) -> interfaces.Machine:
+        return self._find(sandbox).machine
 
     async def info(self, sandbox: str) -> model.SandboxInfo:
         return self._find(sandbox).info(server=self.where, owner=self.owner)
@@ -855,6 +863,9 @@ class Engine(interfaces.Backend):
 
     def pull_image(self, reference: str) -> AsyncIterator[model.ImageProgress]:
         return self._imaging.pull(reference)
+
+    def build_image(self, recipe: dict[str, Any] | str, directory: str) -> AsyncIterator[model.ImageProgress]:
+        return self._imaging.build(recipe, directory)
 
     async def remove_image(self, reference: str) -> model.ImageInfo:
         return await self._imaging.remove(reference)

@@ -6,6 +6,7 @@ Pulling tells what happens as it happens; a caller that goes away takes its pull
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,17 +17,19 @@ if TYPE_CHECKING:
     from cloche import engine
 
 HOST = "host"
+_LONGEST = 4096  # of a line of a log
 
 
 class Use:
     """The image of one machine to come; called with the machine, it stays held until that has ended."""
 
-    def __init__(self, image: interfaces.Image | None) -> None:
+    def __init__(self, image: interfaces.Image | None, *, ours: bool = True) -> None:
         self.image = image
+        self.ours = ours and image is not None
 
     def __call__(self, machine: interfaces.Machine) -> interfaces.Machine:
-        image, self.image = self.image, None
-        if image is not None:
+        image, ours, self.ours = self.image, self.ours, False
+        if image is not None and ours:
             machine.ended.add_done_callback(lambda _: image.release())
         return machine
 
@@ -37,13 +40,16 @@ class Imaging:
         self._source = source
 
     @asynccontextmanager
-    async def of(self, spec: model.SandboxSpec) -> AsyncIterator[Use]:
+    async def of(self, spec: model.SandboxSpec, given: interfaces.Image | None) -> AsyncIterator[Use]:
         wanted = spec.image or HOST
-        use = Use(None if wanted == HOST else await self.source.resolve(wanted))
+        if given is not None or wanted == HOST:
+            use = Use(given, ours=False)
+        else:
+            use = Use(await self.source.resolve(wanted))
         try:
             yield use
         finally:
-            if use.image is not None:
+            if use.ours and use.image is not None:
                 use.image.release()
 
     @property
@@ -71,6 +77,83 @@ class Imaging:
             return image.info
 
         return _told(work)
+
+    def build(self, recipe: dict[str, Any] | str, directory: str) -> AsyncIterator[model.ImageProgress]:
+        async def work(progress: interfaces.Progress) -> model.ImageInfo:
+            image = await self.source.build(recipe, directory, BuildRunner(self._engine), progress)
+            image.release()
+            return image.info
+
+        return _told(work)
+
+
+class _Owned:
+    """An image as a step of a build has it."""
+
+    owns = True
+
+    def __init__(self, image: interfaces.Image) -> None:
+        self.info = image.info
+        self.root = image.root
+
+    def release(self) -> None:
+        """Its holder is the build."""
+
+
+class BuildRunner(interfaces.Runner):
+    """A sandbox for each step: the build's limits, no network but to `build.allow`, nothing of the host."""
+
+    def __init__(self, owner: engine.Engine) -> None:
+        self._engine = owner
+        self._chosen = owner.settings.build
+
+    async def run(
+        self, image: interfaces.Image, line: str, *, root: bool, say: Callable[[str], None]
+    ) -> interfaces.Ran:
+        made = await self._engine.create(self._spec(image), image=_Owned(image))
+        try:
+            machine = self._engine.machine_of(made.id)
+            if root and not machine.isolation.uid_range:
+                raise errors.error(
+                    "needs_subuids", "apt installs as root, and this sandbox has one user",
+                    hint="build as root, or use pip, npm and run steps",
+                )  # fmt: skip
+            user = "root" if machine.isolation.uid_range else "user"
+            request = model.ExecRequest(
+                command=line, cwd="/", user=user, merge=True, timeout_s=self._chosen.step_timeout_s
+            )
+            result = await self._follow(made.id, request, say)
+            refused = any(denial.kind == "network" for denial in result.denials)
+            layer = None
+            if result.exit_code == 0 and not refused and machine.layer is not None:
+                layer = machine.layer._replace(fd=os.dup(machine.layer.fd))
+        finally:
+            # What was written is looked at when nothing runs any more that could change it meanwhile.
+            await self._engine.delete(made.id)
+        return interfaces.Ran(result, layer)
+
+    async def _follow(
+        self, sandbox: str, request: model.ExecRequest, say: Callable[[str], None]
+    ) -> model.ExecResult:
+        running = await self._engine.start(sandbox, request)
+        partial = b""
+        async for event in self._engine.attach(sandbox, running.id, lossless=True):
+            if isinstance(event, model.Output):
+                *lines, partial = (partial + event.data).split(b"\n")
+                for text in lines:
+                    say(text[:_LONGEST].decode("utf-8", "replace"))
+                partial = partial[-_LONGEST:]
+        if partial:
+            say(partial.decode("utf-8", "replace"))
+        return await self._engine.wait(sandbox, running.id)
+
+    def _spec(self, image: interfaces.Image) -> model.SandboxSpec:
+        allow = list(self._chosen.allow)
+        network = {"mode": "rules", "allow": allow} if allow else {"mode": "off"}
+        return model.SandboxSpec(
+            image=image.info.digest, resources=self._chosen.resources, timeout_s=self._chosen.step_timeout_s + 60,
+            labels={"cloche.build": image.info.digest}, policy={"network": network},
+        )  # fmt: skip
 
 
 Work = Callable[[interfaces.Progress], Coroutine[Any, Any, model.ImageInfo]]

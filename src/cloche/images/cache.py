@@ -45,6 +45,8 @@ class Draft(NamedTuple):
 class Held:
     """A root that stays while this is held; counted within the process, locked against others."""
 
+    owns = False
+
     def __init__(self, cache: Cache, name: str, info: model.ImageInfo, root: str) -> None:
         self.info = info
         self.root = root

@@ -53,7 +53,7 @@ class LocalImages(interfaces.ImageSource):
             await asyncio.to_thread(self._cache.sweep)
         if not fresh and (held := await asyncio.to_thread(self._find, wanted)) is not None:
             return held
-        async with self._only_maker(wanted.text):
+        async with self.only_maker(wanted.text):
             held = None if fresh else await asyncio.to_thread(self._find, wanted)
             if held is None:
                 held = await self._make(wanted, say)
@@ -61,7 +61,7 @@ class LocalImages(interfaces.ImageSource):
         return held
 
     @asynccontextmanager
-    async def _only_maker(self, what: str) -> AsyncIterator[None]:
+    async def only_maker(self, what: str) -> AsyncIterator[None]:
         while True:
             with self._cache.making(what) as ours:
                 if ours:
@@ -153,6 +153,19 @@ class LocalImages(interfaces.ImageSource):
                     hint="try again when nobody writes to it",
                 )
             return self.finish(draft, wanted.text, "directory", digest, self.most_bytes - limits.bytes, {})
+
+    async def build(
+        self,
+        recipe: dict[str, Any] | str,
+        directory: str,
+        runner: interfaces.Runner,
+        progress: interfaces.Progress,
+    ) -> interfaces.Image:
+        from cloche.images import build
+
+        image = await build.Builder(self, runner, progress).build(recipe, directory)
+        await asyncio.to_thread(self._cache.collect, self.most_bytes)
+        return image
 
     # ── the rest ────────────────────────────────────────────────────────────────────────────────
 

@@ -218,19 +218,27 @@ def copy_file(
 ) -> None:
     reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=source)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        writing = os.open(name, flags, 0o600, dir_fd=target)
-        try:
-            left = found.st_size
-            while left > 0 and (data := os.read(reading, min(left, _CHUNK))):
-                left -= len(data)
-                while data:
-                    data = data[os.write(writing, data) :]
-            like(writing, found, owners=owners, owner=owner, directory=False)
-        finally:
-            os.close(writing)
+        write_file(reading, target, name, found, owners=owners, owner=owner)
     finally:
         os.close(reading)
+
+
+def write_file(
+    reading: int, target: int, name: str, found: os.stat_result, *, owners: bool, owner: Owner = int
+) -> None:
+    """A new file of what an open one has; never more than was looked at."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    writing = os.open(name, flags, 0o600, dir_fd=target)
+    try:
+        left, position = found.st_size, 0
+        while left > 0 and (data := os.pread(reading, min(left, _CHUNK), position)):
+            left -= len(data)
+            position += len(data)
+            while data:
+                data = data[os.write(writing, data) :]
+        like(writing, found, owners=owners, owner=owner, directory=False)
+    finally:
+        os.close(writing)
 
 
 def copy_link(

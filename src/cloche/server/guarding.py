@@ -27,7 +27,7 @@ SCOPES: dict[str, str] = dict(
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
         "upload_tree download_tree diff apply workspace_report",
         "events": "events follow_events",
-        "admin": "sweep secrets set_secret remove_secret rotate_secrets_key images image pull_image remove_image gc_images",
+        "admin": "sweep secrets set_secret remove_secret rotate_secrets_key images image pull_image build_image remove_image gc_images",
     }.items()
     for pair in ((method, scope) for method in methods.split())
 )
@@ -163,6 +163,13 @@ class Guarded:
                 "secret_not_found",
                 f"there is no secret {spec.secrets[0]!r}",  # those that are stored are the operator's
                 hint="secrets are used with a key without a tenant",
+            )
+        if not self._principal.host_paths and model.names_host_path(spec.image):
+            raise errors.error(
+                "host_path_refused",
+                f"the image {spec.image!r} is a path of the server's host, which this caller may not name",
+                hint="name an image of a registry, or one by its digest",
+                field="image",
             )
         return msgspec.structs.replace(spec, tenant=self._principal.tenant)
 
