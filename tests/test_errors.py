@@ -25,8 +25,8 @@ NOUNS = {
     "image", "recipe",
     "apply", "argument", "audit", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
     "execution", "field", "file", "flag", "guest", "host", "internal", "isolation", "kernel", "language", "launcher",
-    "limit", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "sandbox", "server",
-    "secret", "secrets", "settings", "signal", "socket", "state", "template", "user", "wait", "workspace",
+    "limit", "mode", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "sandbox", "secret", "secrets", "server",
+    "settings", "signal", "socket", "state", "template", "user", "wait", "workspace",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ GROUPS = {
     "images": settings.Images,
     "build": settings.Build,
     "secrets": settings.Secrets,
+    "policy": settings.Ceiling,
 }
 
 
@@ -67,7 +68,7 @@ def refusal(call, *arguments) -> errors.ClocheError:
         ("[limits]\nmax_sandboxes = 'many'", 2, "limits.max_sandboxes", "settings.md"),
         ("[limits]\nmax_sandboxes = true", 2, "limits.max_sandboxes", "settings.md"),
         ("[limits]\nmax_sandboxes = 'none'", 2, "limits.max_sandboxes", "settings.md"),
-        ("[defaults]\nprofile = 'wild'", 2, "defaults.profile", "settings.md"),
+        ("[defaults]\nprofile = 5", 2, "defaults.profile", "settings.md"),
         ("[defaults.resources]\nmemroy_mib = 1", 2, "defaults.resources.memroy_mib", "did you mean 'memory_mib'?"),
         ("[defaults]\nresources = {pids = -3}", 2, "defaults.resources.pids", "leave pids out"),
         ("[defaults]\nx = '''\ny = 1\n'''\n", 2, "defaults.x", "use one of"),

@@ -64,6 +64,7 @@ TABLE: dict[str, Face] = {
     "path_loop": _BAD,
     "cwd_not_found": _BAD,
     "profile_unknown": _BAD,
+    "mode_unknown": _BAD,
     "policy_invalid": _BAD,
     "settings_invalid": _BAD,
     "command_empty": _BAD,
@@ -98,6 +99,10 @@ TABLE: dict[str, Face] = {
     "user_refused": _FORBIDDEN,
     "isolation_too_low": _FORBIDDEN,
     "network_refused": _FORBIDDEN,
+    "limit_refused": _FORBIDDEN,
+    "environment_refused": _FORBIDDEN,
+    "secret_refused": _FORBIDDEN,
+    "policy_untrusted": _FORBIDDEN,
     "peer_refused": _FORBIDDEN,
     "key_missing": _UNKNOWN,
     "key_refused": _UNKNOWN,
@@ -279,7 +284,8 @@ class InternalError(ClocheError):
 _CODES: dict[type[ClocheError], str] = {
     PolicyRefused: (
         "host_path_refused permission_denied user_refused isolation_too_low network_refused peer_refused apply_refused "
-        "key_missing key_refused scope_missing image_layer_refused image_auth_required"
+        "key_missing key_refused scope_missing image_layer_refused image_auth_required "
+        "limit_refused environment_refused secret_refused policy_untrusted"
     ),
     NotFound: (
         "sandbox_not_found key_not_found route_not_found template_not_found pool_not_found claim_not_found snapshot_not_found volume_not_found "

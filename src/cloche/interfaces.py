@@ -142,6 +142,10 @@ class Workspaces(ABC):
         """Prepare a directory, and the toolchains that the caller's PATH leads to; raises `workspace_not_found` or `workspace_refused` and has changed nothing then."""
 
     @abstractmethod
+    def show(self, *, rules: policy.Merged) -> Workspace:
+        """The directories that `files.read` and `files.write` name, without a workspace; raises `host_path_refused`."""
+
+    @abstractmethod
     def sweep(self) -> list[str]:
         """Finish what dead engines left; the sandboxes concerned."""
 

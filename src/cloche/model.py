@@ -154,6 +154,8 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
     name: str | None = None
     template: str = "base"
     profile: str = "moderate"
+    mode: str | None = None
+    """What a coding agent's command line needs, by the agent's name; stands where the profile would."""
     env: dict[str, str] = {}
     resources: Resources = DEFAULT_RESOURCES
     timeout_s: float | None = 300

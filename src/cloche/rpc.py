@@ -78,12 +78,20 @@ class RunArguments(msgspec.Struct, forbid_unknown_fields=True):
 def complete(said: dict[str, Any], defaults: settings.Defaults) -> model.SandboxSpec:
     """A spec from the fields that were said. The thin client reads no settings, so its server fills them in."""
     resources = {**msgspec.to_builtins(defaults.resources), **said.get("resources", {})}
+    if said.get("mode") is not None and said.get("profile") is not None:
+        raise errors.error(
+            "policy_invalid",
+            f"the profile {said['profile']!r} and the mode {said['mode']!r} are both given; either is the lowest layer",
+            hint="leave one out; [agents.NAME] of your policy file may name a profile",
+        )
     base = {
         "profile": defaults.profile, "template": defaults.template, "minimum_isolation": defaults.minimum_isolation,
         "timeout_s": defaults.timeout_s, "idle_timeout_s": defaults.idle_timeout_s,
     }  # fmt: skip
     if said.get("snapshot"):
         said = {**said, "inherit": [*_unsaid(said), *said.get("inherit", ())]}
+    if said.get("mode") is not None:
+        del base["profile"]
     try:
         return msgspec.convert({**base, **said, "resources": resources}, model.SandboxSpec)
     except msgspec.ValidationError as problem:

@@ -1,6 +1,7 @@
 """Settings: what may be chosen, why the default is what it is, and the one place where files and environment are read.
 
     ${XDG_CONFIG_HOME:-~/.config}/cloche/settings.toml      groups as tables; every key is a field below
+    ${XDG_CONFIG_HOME:-~/.config}/cloche/policy.toml        your policy; a project's is cloche.toml in its root
     CLOCHE_HOME  CLOCHE_URL  CLOCHE_API_KEY  CLOCHE_SECRETS_KEY  CLOCHE_KEEPER  CI
 
 A setting is the owner's choice for this machine; what one sandbox gets is its spec, what it may touch its policy. There
@@ -15,10 +16,11 @@ Because commands must start fast, the TOML parser is imported only if there is a
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -64,8 +66,8 @@ class Limits(Group, frozen=True, kw_only=True):
 class Defaults(Group, frozen=True, kw_only=True):
     """What a sandbox gets where its maker says nothing."""
 
-    profile: Literal["restrictive", "moderate", "permissive"] = "moderate"
-    """The policy profile. `moderate` has a writable root that is thrown away, and no network: most work goes well and
+    profile: str = "moderate"
+    """The policy profile: `restrictive`, `moderate`, `permissive`, or one of your policy file. `moderate` has a writable root that is thrown away, and no network: most work goes well and
     nothing gets out."""
 
     template: str = "base"
@@ -221,6 +223,14 @@ class Secrets(Group, frozen=True, kw_only=True):
     have it from a machine's own store. `CLOCHE_SECRETS_KEY` in the environment wins over both."""
 
 
+class Ceiling(Group, frozen=True, kw_only=True):
+    """What binds every sandbox of this engine."""
+
+    ceiling: str | None = None
+    """A policy file that may only tighten, laid over everything a caller says; `"none"` (the default) is none beside
+    `/etc/cloche/ceiling.toml`, which counts wherever it is. If it is named and cannot be read, no sandbox is made."""
+
+
 class Settings(Group, frozen=True, kw_only=True):
     """Everything that was chosen, from wherever."""
 
@@ -247,6 +257,7 @@ class Settings(Group, frozen=True, kw_only=True):
     images: Images = Images()
     build: Build = Build()
     secrets: Secrets = Secrets()
+    policy: Ceiling = Ceiling()
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -291,13 +302,147 @@ def load(environment: Mapping[str, str], *, file: str | None = None) -> Settings
     )
 
 
+# ── policy files ───────────────────────────────────────────────────────────────────────────────────
+
+CEILING = "/etc/cloche/ceiling.toml"
+PROJECT_FILE = "cloche.toml"
+
+
 def load_policy(path: str | os.PathLike[str]) -> policy.Policy:
     """A policy from a TOML file, its groups as tables. A mistake says file, line and key."""
     file = _read(os.fspath(path), "policy_invalid")
     assert file is not None
-    _refuse_unknown(file, policy.Merged, file.data, unknown_code="field_unknown")
-    _convert(file, file.data, policy.Merged)
-    return policy.Policy(**file.data)
+    return _policy(file)
+
+
+def _policy(file: _File) -> policy.Policy:
+    for key in ("source", "where"):  # the constructor's own words
+        if key in file.data:
+            known = (*policy.Merged.__struct_fields__, "profiles", "agents")
+            raise file.wrong((key,), f"there is no key {key!r}", errors.nearest(key, known), "field_unknown")
+    try:
+        return policy.Policy(**file.data, source=file.path, where=file.where)
+    except errors.ClocheError as problem:
+        at: Any = problem.details.get("at", ())
+        hint = problem.hint or "see docs/reference/policy.md"
+        entry = str(problem.details.get("entry") or problem.details.get("rule") or "")
+        raise file.wrong(tuple(at), problem.message, hint, problem.code, entry) from None
+
+
+def load_table(path: str, struct: type[T]) -> tuple[T, Callable[[int], int | None]]:
+    """A TOML file of another shape that speaks of a policy, and where its n-th `[[expect]]` begins."""
+    file = _read(path, "policy_invalid")
+    assert file is not None
+    heads = [
+        n for n, line in enumerate(file.text.split("\n"), 1) if re.match(r"\s*\[\[\s*expect\s*\]\]", line)
+    ]
+    return _convert(file, file.data, struct), lambda number: heads[number] if number < len(heads) else None
+
+
+class PolicyFiles:
+    """The policy files of this machine and user, as they are now: a file is read again when it has changed.
+
+    Fails closed: a file that is there and cannot be read or understood is an error, and so is a ceiling that the settings
+    name and that is not there.
+    """
+
+    def __init__(self, config: Settings, environment: Mapping[str, str], *, ceiling: str = CEILING) -> None:
+        self._home = config.home
+        self._ceiling = ceiling
+        self._named_ceiling = config.policy.ceiling
+        self._user = os.path.join(_base(environment, "XDG_CONFIG_HOME", ".config"), "cloche", "policy.toml")
+        self._read: dict[str, tuple[tuple[int, ...], policy.Policy]] = {}
+
+    def __call__(self, workspace: str | None) -> policy.Sources:
+        ceilings = [self._load(self._ceiling)]
+        if self._named_ceiling is not None:
+            ceilings.append(self._load(self._named_ceiling, missing_ok=False))
+        project, trusted = (None, False) if workspace is None else self._project(workspace)
+        return policy.Sources(
+            user=self._load(self._user),
+            project=project,
+            trusted=trusted,
+            ceilings=tuple(one for one in ceilings if one is not None),
+        )
+
+    def _load(self, path: str, *, missing_ok: bool = True) -> policy.Policy | None:
+        try:
+            found = os.stat(path)
+        except FileNotFoundError as problem:
+            if missing_ok:
+                return None
+            raise _unreadable(path, "policy_invalid", problem) from None
+        except OSError as problem:
+            raise _unreadable(path, "policy_invalid", problem) from None
+        mark = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
+        kept = self._read.get(path)
+        if kept is None or kept[0] != mark:
+            kept = self._read[path] = (mark, load_policy(path))
+        return kept[1]
+
+    def _project(self, workspace: str) -> tuple[policy.Policy | None, bool]:
+        path = os.path.join(os.path.realpath(workspace), PROJECT_FILE)
+        # SAFETY: the repository is untrusted; a link or a pipe of this name must not make us read something else or wait.
+        file = _read(path, "policy_invalid", missing_ok=True, plainly=True)
+        if file is None:
+            return None, False
+        return _policy(file), _trusted(self._home).get(path) == _digest(file)
+
+
+def trust(home: str, path: str) -> policy.Policy:
+    """Let a project's file, as it stands now, loosen what it says; it must be a policy that can be read."""
+    file = _read(_project_path(path), "policy_invalid", plainly=True)
+    assert file is not None
+    made = _policy(file)
+    _keep_trusted(home, {**_trusted(home), file.path: _digest(file)})
+    return made
+
+
+def untrust(home: str, path: str) -> bool:
+    """Take it back; whether there was something to take back."""
+    known = _trusted(home)
+    found = known.pop(_project_path(path), None)
+    if found is not None:
+        _keep_trusted(home, known)
+    return found is not None
+
+
+def _project_path(path: str) -> str:
+    """The file's path with the links of its directory followed, as a workspace's are."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _digest(file: _File) -> str:
+    import hashlib
+
+    return hashlib.sha256(file.raw).hexdigest()
+
+
+def _trusted(home: str) -> dict[str, str]:
+    path = os.path.join(home, "trusted.json")
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as problem:
+        raise errors.error(
+            "state_corrupt",
+            f"{path} cannot be read: {problem}",
+            hint="remove it, and trust again what you trust",
+            file=path,
+        ) from None
+
+
+def _keep_trusted(home: str, known: dict[str, str]) -> None:
+    make_home(home)
+    path = os.path.join(home, "trusted.json")
+    with open(os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(known))
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(f"{path}.new", path)
 
 
 def make_home(home: str) -> None:
@@ -384,11 +529,34 @@ class _File(NamedTuple):
     text: str
     data: dict[str, Any]
     code: str
+    raw: bytes
+
+    def line_of(self, key: tuple[str | int, ...], entry: str = "") -> int | None:
+        """The line of a key; of an entry of its list, if that is found within the list."""
+        line = _line_of(self.text, key)
+        if line is None or not entry:
+            return line
+        lines = self.text.split("\n")[line - 1 :]
+        for offset, text in enumerate(lines):
+            if f'"{entry}"' in text or f"'{entry}'" in text:
+                return line + offset
+            if offset and re.match(r"\s*(\[[\w.\"'-]+\]\s*(#.*)?$|[\w.-]+\s*=)", text):
+                break  # the next key
+        return line
+
+    def where(self, key: tuple[str, ...], entry: str) -> str:
+        line = self.line_of(key, entry)
+        return self.path if line is None else f"{self.path}:{line}"
 
     def wrong(
-        self, key: tuple[str | int, ...], message: str, hint: str, code: str | None = None
+        self,
+        key: tuple[str | int, ...],
+        message: str,
+        hint: str,
+        code: str | None = None,
+        entry: str = "",
     ) -> errors.ClocheError:
-        line = _line_of(self.text, key)
+        line = self.line_of(key, entry)
         where = self.path if line is None else f"{self.path}, line {line}"
         dotted = ".".join(str(part) for part in key)
         return errors.error(
@@ -417,9 +585,10 @@ def _from_file(file: _File, home: str) -> Settings:
     return chosen
 
 
-def _read(path: str, code: str, *, missing_ok: bool = False) -> _File | None:
+def _read(path: str, code: str, *, missing_ok: bool = False, plainly: bool = False) -> _File | None:
+    """A file; `plainly` takes a regular one only, at this very name."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_plainly if plainly else None) as file:
             raw = file.read(MAX_FILE + 1)
     except FileNotFoundError as problem:
         if missing_ok:
@@ -430,6 +599,14 @@ def _read(path: str, code: str, *, missing_ok: bool = False) -> _File | None:
     if len(raw) > MAX_FILE:
         raise errors.error(code, f"{path} has more than 64 KiB", hint="is it the right file?", file=path)
     return _parse(path, raw, code)
+
+
+def _open_plainly(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return descriptor
 
 
 def _unreadable(path: str, code: str, problem: Exception) -> errors.ClocheError:
@@ -444,7 +621,7 @@ def _parse(path: str, raw: bytes, code: str) -> _File:
 
     try:
         text = raw.decode().replace("\r\n", "\n")
-        return _File(path, text, tomllib.loads(text), code)
+        return _File(path, text, tomllib.loads(text), code, raw)
     except UnicodeDecodeError as problem:
         line = raw.count(b"\n", 0, problem.start) + 1
         cause = "it is not UTF-8"

@@ -50,6 +50,9 @@ class Workspaces(interfaces.Workspaces):
     ) -> interfaces.Workspace:
         return self._local().open(directory, rules=rules, sandbox_id=sandbox_id, overlay=overlay, path=path)
 
+    def show(self, *, rules: policy.Merged) -> interfaces.Workspace:
+        return self._local().show(rules=rules)
+
     def sweep(self) -> list[str]:
         try:
             left = os.listdir(os.path.join(self._home, "workspaces"))
@@ -183,6 +186,7 @@ def make_engine(
         egress=egress,
         images=Images(config, environment),
         secrets=lambda: secrets(config),
+        policies=settings.PolicyFiles(config, environment),
         where=where,
         audit=_audit(config, who, once=once),
         warm=config.keeper.warm_sandboxes if warm else 0,

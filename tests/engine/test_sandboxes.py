@@ -48,6 +48,7 @@ class Own:
             workspaces=workspaces.LocalWorkspaces(config.home, os.environ),
             egress=wiring.egress,
             secrets=lambda: wiring.secrets(config),
+            policies=settings.PolicyFiles(config, {"HOME": config.home}),
             clock=self.clock,
         )
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cloche import policy, workspaces
+from cloche import errors, policy, workspaces
+from cloche.workspaces import plan
 from tests.workspaces import glass
 
 ATTACKS = (
@@ -129,14 +130,46 @@ def test_the_rest_of_the_workspace_is_writable(prepare, repository: Path) -> Non
     assert (repository / ".claude/notes.md").read_text() == "y\n"
 
 
+def _denying(*entries: str) -> policy.Merged:
+    return policy.parse({"files": {"deny": list(entries)}})
+
+
 def test_denied_paths_are_named_by_what_they_lead_to(prepare, project: Path) -> None:
     (project / "secret").mkdir()
     (project / "link").symlink_to("secret")
     (project / "out").symlink_to("/etc")
-    prepared = prepare(
-        project, rules=policy.Merged(files=policy.Files(deny=("link", "out", "not-there", "../home")))
-    )
+    prepared = prepare(project, rules=_denying("link", "out"))
     assert prepared.deny == (str(project / "secret"),)
+
+
+def test_a_denied_name_that_is_not_there_cannot_be_made(prepare, project: Path) -> None:
+    prepared = prepare(project, rules=_denying("not-there", "deep/er/one"))
+    assert set(prepared.deny) == {f"{project}/not-there", f"{project}/deep/er/one"}
+    for name in ("not-there", "deep/er/one"):
+        assert glass.run(prepared, f"echo x > {name}").status != 0
+    workspaces.finish(prepared)
+    assert not (project / "not-there").exists()
+    assert not (project / "deep").exists()
+
+
+def test_patterns_hide_what_is_there(prepare, project: Path) -> None:
+    (project / "a/b").mkdir(parents=True)
+    for name in (".env", "a/.env", "a/b/.env", "a/b/key.pem", "a/key.txt"):
+        (project / name).write_text("secret")
+    (project / "inside").symlink_to("a")
+    prepared = prepare(project, rules=_denying("**/.env", "inside/*/*.pem"))
+    hidden = {".env", "a/.env", "a/b/.env", "a/b/key.pem"}
+    assert set(prepared.deny) == {f"{project}/{name}" for name in hidden}
+
+
+def test_a_workspace_too_large_to_search_is_refused(prepare, project: Path, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "MAX_DIRECTORIES", 3)
+    for name in "abcd":
+        (project / name).mkdir()
+    with pytest.raises(errors.ClocheError) as caught:
+        prepare(project, rules=_denying("**/.env"))
+    assert caught.value.code == "workspace_refused"
+    assert prepare(project, rules=_denying("a/*.pem")).deny == ()
 
 
 def test_losing_a_mount_is_noticed(prepare, repository: Path) -> None:

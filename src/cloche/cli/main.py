@@ -45,6 +45,7 @@ VERBS: dict[str, Verb] = {
     "serve": Verb("serving", "serve HTTP and the local socket until stopped"),
     "key": Verb("keys", "the keys of the server: create, list, revoke"),
     "secret": Verb("secrets", "credentials that sandboxes use and never see"),
+    "policy": Verb("policies", "what a sandbox may touch, and which rule says so"),
     "gc": Verb("upkeep", "remove what dead engines left behind"),
     "doctor": Verb("doctor", "what this host can do, and what would improve it"),
     "version": Verb("upkeep", "the version of Cloche"),

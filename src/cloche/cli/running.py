@@ -52,7 +52,12 @@ def command_flags(parser: argparse.ArgumentParser) -> None:
 def spec_flags(parser: argparse.ArgumentParser) -> None:
     """What decides what a sandbox is; `create` shares them."""
     add = parser.add_argument
-    add("--profile", metavar="P", help="restrictive, moderate (default) or permissive")
+    add(
+        "--profile",
+        metavar="P",
+        help="restrictive, moderate (default), permissive or one of your policy file",
+    )
+    add("--mode", metavar="AGENT", help="instead of a profile: what claude-code, codex or gemini needs")
     add("--template", metavar="T", help="the starting point (default: base)")
     add("--image", metavar="REF", help="what the root is made of (default: the template's)")
     add("--name", metavar="NAME", help="a name, unique among live sandboxes")
@@ -130,6 +135,8 @@ def _merged(base: Any, said: Any) -> Any:
     flags = said.get("network", {})
     if flags.get("allow") and network.get("mode") == "off":
         del network["mode"]
+    if flags.get("mode") == "off":
+        network = {field: value for field, value in network.items() if field not in ("allow", "ask")}
     for field, value in flags.items():
         if isinstance(value, list):
             network[field] = [*network.get(field, ()), *value]
@@ -141,10 +148,9 @@ def _merged(base: Any, said: Any) -> Any:
 
 
 def _policy(path: str) -> Any:
-
     from cloche import settings
 
-    return settings.load_policy(path).fields
+    return settings.load_policy(path).to_builtins()
 
 
 def execute(verb: str, chosen: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ READY_FD = 3
 _PASSED_ON = ("HOME", "PATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "LOGNAME", "CLOCHE_SECRETS_KEY")
 _PATIENCE_S = 20.0
 _STEP_S = 0.01
-_SHAPE = ("profile", "template", "image", "driver", "minimum_isolation", "resources")
+_SHAPE = ("profile", "mode", "template", "image", "driver", "minimum_isolation", "resources")
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from cloche.cli.keeper import main; main()"
 

@@ -71,7 +71,7 @@ def number(text: str) -> "float | int | None":
 
 
 _TEXTS = {
-    "--profile": "profile", "--template": "template", "--driver": "driver", "--name": "name",
+    "--profile": "profile", "--mode": "mode", "--template": "template", "--driver": "driver", "--name": "name",
     "--minimum-isolation": "minimum_isolation",
 }  # fmt: skip
 _LIMITS = {"--memory": "memory_mib", "--cpus": "cpus", "--pids": "pids", "--disk": "disk_mib"}

@@ -141,7 +141,7 @@ class BubblewrapDriver(spawned.SpawnedDriver):
     def _message(
         self, spec: model.SandboxSpec, rules: policy.Merged, held: holding.Held
     ) -> dict[str, object]:
-        program = seccomp.build(rules.syscalls.profile, notify=True)
+        program = seccomp.build(rules.syscalls.profile, deny=rules.syscalls.deny, notify=True)
         return {
             "rlimits": held.rlimits, "affinity": held.affinity,
             "landlock": _landlock_rules() if self.abi else [], "landlock_abi": self.abi,

@@ -11,7 +11,7 @@ import os
 import socket
 from typing import NamedTuple
 
-from cloche import errors, interfaces, model
+from cloche import errors, interfaces, model, policy
 from cloche.drivers import machine
 from cloche.linux import cgroups, processes
 
@@ -155,3 +155,20 @@ def _is_orphan(group: str) -> bool:
     if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return False
     return processes.start_time(int(parts[1])) != int(parts[2])
+
+
+def check_calls(rules: policy.Merged) -> None:
+    """Refuse a policy whose `syscalls.deny` the filter could not obey."""
+    if not rules.syscalls.deny:
+        return
+    from cloche.linux import seccomp
+
+    try:
+        seccomp.check_names(rules.syscalls.deny)
+    except ValueError as problem:
+        raise errors.error(
+            "policy_invalid",
+            f"syscalls.deny: {problem}",
+            hint="names are those of the manual pages, section 2, such as ptrace",
+            key="syscalls.deny",
+        ) from None

@@ -99,7 +99,7 @@ class Launcher:
         """One thing that the next sandbox will need, while nothing is asked."""
         for profile in seccomp.PROFILES:
             if profile not in self.filters:
-                self.filter_of(profile)
+                self.filter_of(profile, [])
                 return
         self.blanks.append(self.make_blank())
 
@@ -200,7 +200,7 @@ class Launcher:
 
     def prepare(self, message: "dict[str, object]", fds: "list[int]") -> None:
         """Fork an embryo: a sandbox that has its namespaces and its cgroup, and waits on its link to be told the rest."""
-        self.filter_of("moderate")  # made here once, it is in every child
+        self.filter_of("moderate", [])  # made here once, it is in every child
         sandbox = str(message["id"])
         try:
             blank = self.blanks.pop() if self.blanks else self.make_blank()
@@ -222,7 +222,9 @@ class Launcher:
         wire.send(self.link, {"spawned": sandbox}, [pidfd])
         os.close(pidfd)
 
-    def filter_of(self, profile: str) -> bytes:
+    def filter_of(self, profile: str, deny: "list[str]") -> bytes:
+        if deny:
+            return seccomp.build(profile, deny=deny, notify=True)
         if profile not in self.filters:
             self.filters[profile] = seccomp.build(profile, notify=True)
         return self.filters[profile]
@@ -288,7 +290,7 @@ class Launcher:
         self, message: "dict[str, object]", fds: "list[int]", link: socket.socket, builder: mounts.Builder
     ) -> None:
         trace = [time.monotonic_ns()]
-        filter_ = self.filter_of(str(message["syscalls"]))
+        filter_ = self.filter_of(str(message["syscalls"]), list(message["denied_syscalls"]))  # type: ignore[call-overload]
         if message.get("affinity"):
             filter_ = narrow.before(filter_, narrow.PINNED)  # a limit that a program could undo would be none
         steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]

@@ -372,6 +372,7 @@ class NamespacesDriver(interfaces.Driver):
                 self._embryos.append(self._conceive())
 
     def _require(self, rules: policy.Merged) -> None:
+        holding.check_calls(rules)
         held = {"seccomp", "user_namespace"}
         held |= {"landlock"} if self.facts.landlock_abi else set()
         held |= {f"cgroup_{name}" for name in self.facts.groups.enforceable}
@@ -406,7 +407,7 @@ class NamespacesDriver(interfaces.Driver):
         extra = dict(exposure.env) if exposure is not None else {}
         return {
             "steps": mounts.plan(self._view(resources, rules.files.root, exposure, base)), "rlimits": held.rlimits, "affinity": held.affinity,
-            "syscalls": rules.syscalls.profile, "landlock": _landlock_rules(rules, exposure),
+            "syscalls": rules.syscalls.profile, "denied_syscalls": list(rules.syscalls.deny), "landlock": _landlock_rules(rules, exposure),
             "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
             "owns": image is not None and image.owns, "layer": rules.files.root == "overlay", "watch_mounts": exposure is not None and bool(exposure.protect),
             "agent": {

@@ -123,7 +123,9 @@ class ProcessDriver(spawned.SpawnedDriver):
         self, made: ProcessMachine, spec: model.SandboxSpec, rules: policy.Merged, held: holding.Held
     ) -> dict[str, Any]:
         extra = (*narrow.PROCESS, *(narrow.PINNED if held.affinity else ()))
-        program = narrow.before(seccomp.build(rules.syscalls.profile, notify=True), extra)
+        program = narrow.before(
+            seccomp.build(rules.syscalls.profile, deny=rules.syscalls.deny, notify=True), extra
+        )
         places = {
             "HOME": f"{made.room}/home",
             "TMPDIR": f"{made.room}/tmp",

@@ -168,6 +168,7 @@ class SpawnedDriver(interfaces.Driver):
                 f"the driver {self.name!r} cannot show a workspace with its protected files",
                 hint="use the driver 'namespaces', or copy the files in (box.files.write)",
             )
+        holding.check_calls(rules)
         held = self.held_features() | {f"cgroup_{name}" for name in self.groups.enforceable}
         for feature in rules.isolation.required:
             if feature not in held:

@@ -56,6 +56,7 @@ class Engine(interfaces.Backend):
         egress: Callable[[], interfaces.Egress],
         images: interfaces.ImageSource | None = None,
         secrets: Callable[[], interfaces.Secrets] | None = None,
+        policies: Callable[[str | None], policy.Sources],
         where: str = "in process",
         clock: interfaces.Clock | None = None,
         audit: interfaces.Audit | None = None,
@@ -69,6 +70,7 @@ class Engine(interfaces.Backend):
         self._secrets = secrets or _no_secrets
         self._workspaces = workspaces
         self._imaging = imaging.Imaging(self, images)
+        self._policies = policies
         self._placement = placement.Placement(drivers)
         self._sandboxes: dict[str, sandboxes.Sandbox] = {}
         self._names: dict[str, str] = {}
@@ -98,7 +100,10 @@ class Engine(interfaces.Backend):
             start = await self._shelf.find(spec.snapshot)
             spec = self._shelf.inherit(spec, start)
             spec.check()
-        rules = self._rules(spec)
+        layers = self._layers(spec)
+        rules = policy.resolve(layers)
+        spec = policy.bound(rules, spec)
+        policy.check_secrets(rules, spec.secrets)
         self._networks.check(rules.network)
         while spec.full_name is not None and spec.full_name in self._names:
             if spec.full_name not in self._coming:
@@ -121,9 +126,11 @@ class Engine(interfaces.Backend):
                     overlay=spec.overlay,
                     path=spec.path,
                 )
+            elif rules.files.read or rules.files.write:
+                lent = await asyncio.to_thread(self._workspaces.show, rules=rules)
             bound = {**self._networks.environment(rules.network), **spec.env}
             kept = None if start is None else self._shelf.place(start.id)
-            warm = await self._warm.take(spec, bound) if image is None else None
+            warm = await self._warm.take(spec, rules, bound) if image is None else None
             machine = warm or await self._make_machine(
                 msgspec.structs.replace(spec, env=bound), rules, lent, kept, image
             )
@@ -138,6 +145,7 @@ class Engine(interfaces.Backend):
                 self._interpreters,
                 lent,
             )
+            made.layers = layers
             await self._connect(made)
             self._sandboxes[sandbox_id] = made
         except BaseException:
@@ -185,7 +193,8 @@ class Engine(interfaces.Backend):
     def warm_up(self, spec: model.SandboxSpec) -> None:
         """Have a sandbox of this shape made before anybody asks for it."""
         self._accept(spec)
-        self._warm.replenish(spec, self._rules(spec))
+        rules = policy.resolve(self._layers(spec))
+        self._warm.replenish(policy.bound(rules, spec), rules)
 
     def _accept(self, spec: model.SandboxSpec) -> None:
         if self._closed:
@@ -196,11 +205,16 @@ class Engine(interfaces.Backend):
                 "template_not_found", f"there is no template {spec.template!r}", hint="use 'base'"
             )
 
-    def _rules(self, spec: model.SandboxSpec) -> policy.Merged:
-        rules = policy.profile(spec.profile)
-        if spec.policy:
-            rules = policy.parse(spec.policy, base=rules)
-        return rules
+    def _layers(self, spec: model.SandboxSpec) -> tuple[policy.Layer, ...]:
+        """All that says what this sandbox may touch: files are read anew, and one that cannot be read refuses it."""
+        default = spec.mode is not None and spec.profile == model.SandboxSpec().profile
+        layers = policy.stack(
+            profile=None if default else spec.profile,
+            mode=spec.mode,
+            sources=self._policies(spec.workspace),
+            arguments=policy.Policy(**spec.policy) if spec.policy else None,
+        )
+        return layers
 
     def _same(self, spec: model.SandboxSpec) -> model.SandboxInfo:
         found = self._sandboxes.get(self._names[spec.full_name or ""])
@@ -301,6 +315,7 @@ class Engine(interfaces.Backend):
 
     async def extend(self, sandbox: str, timeout_s: float | None) -> model.SandboxInfo:
         found = self._find(sandbox)
+        policy.check_timeout(found.rules, timeout_s)
         found.extend(timeout_s)
         self._reaper.look_again(found)
         self._journal.append(
@@ -324,7 +339,9 @@ class Engine(interfaces.Backend):
                 hint="create another sandbox",
             )
         before = found.rules.network
-        await self._networks.update(found, policy.parse(change, base=found.rules).network)
+        layers = policy.rebound(found.layers, policy.check(change))
+        await self._networks.update(found, policy.resolve(layers).network)
+        found.layers = layers
         self._journal.append(
             events.PolicyChanged(
                 sandbox=found.id,
@@ -797,6 +814,7 @@ class Engine(interfaces.Backend):
         env: dict[str, str] | None = None, timeout_s: float | None = None,
     ) -> model.CodeResult:  # fmt: skip
         model.check_environment(env or {})
+        policy.check_environment(self._find(sandbox).rules, env or {})
         model.check_seconds("timeout_s", timeout_s)
         found = self._find(sandbox)
         await found.wake()

@@ -96,8 +96,10 @@ class Warm:
         self._ready: list[interfaces.Machine] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def take(self, spec: model.SandboxSpec, env: dict[str, str]) -> interfaces.Machine | None:
-        if not _ordinary(spec) or _shape(spec) != self._shape:
+    async def take(
+        self, spec: model.SandboxSpec, rules: policy.Merged, env: dict[str, str]
+    ) -> interfaces.Machine | None:
+        if not _ordinary(spec, rules) or _shape(spec, rules) != self._shape:
             return None
         while self._ready:
             machine = self._ready.pop(0)
@@ -109,10 +111,11 @@ class Warm:
         return None
 
     def replenish(self, spec: model.SandboxSpec, rules: policy.Merged) -> None:
-        if self._count <= 0 or not _ordinary(spec):
+        if self._count <= 0 or not _ordinary(spec, rules):
             return
-        stale = self._ready if _shape(spec) != self._shape else []
-        self._shape = _shape(spec)
+        shape = _shape(spec, rules)
+        stale = self._ready if shape != self._shape else []
+        self._shape = shape
         self._ready = [m for m in self._ready if m not in stale]
         if self._task is None or self._task.done():
             bare = msgspec.structs.replace(spec, name=None, env={}, labels={}, stay=False)
@@ -137,13 +140,15 @@ class Warm:
         self._ready = []
 
 
-def _ordinary(spec: model.SandboxSpec) -> bool:
+def _ordinary(spec: model.SandboxSpec, rules: policy.Merged) -> bool:
     """Whether one that nobody asked for yet could be it: files of one's own cannot be given afterwards."""
-    return spec.workspace is None and spec.snapshot is None
+    lends = spec.workspace is not None or bool(rules.files.read or rules.files.write)
+    return not lends and spec.snapshot is None
 
 
-def _shape(spec: model.SandboxSpec) -> bytes:
-    """What must be equal for one sandbox to stand in for another; the rest is bound when it is taken."""
+def _shape(spec: model.SandboxSpec, rules: policy.Merged) -> bytes:
+    """What must be equal for one sandbox to stand in for another; the rest is bound when it is taken. The rules are part of
+    it, because files that they come from may have changed since."""
     late: dict[str, Any] = {
         "name": None,
         "env": {},
@@ -154,7 +159,8 @@ def _shape(spec: model.SandboxSpec) -> bytes:
         "secrets": (),
         "policy": {group: fields for group, fields in spec.policy.items() if group != "network"},
     }
-    return msgspec.json.encode(msgspec.structs.replace(spec, **late))
+    bare = msgspec.structs.replace(rules, network=policy.Network(), environment=policy.Environment())
+    return msgspec.json.encode((msgspec.structs.replace(spec, **late), bare))
 
 
 def owner_lives(owner: str) -> bool:

@@ -25,6 +25,7 @@ class Sandbox:
         self.id = sandbox_id
         self.spec = spec
         self.rules = rules
+        self.layers: tuple[policy.Layer, ...] = ()
         self.machine = machine
         self.created_at = clock.time()
         self.executions: OrderedDict[str, execution.Execution] = OrderedDict()
@@ -73,7 +74,7 @@ class Sandbox:
     def info(self, *, server: str, owner: str) -> model.SandboxInfo:
         machine = self.machine
         return model.SandboxInfo(
-            id=self.id, name=self.spec.name, phase=self.phase, template=self.spec.template, profile=self.spec.profile,
+            id=self.id, name=self.spec.name, phase=self.phase, template=self.spec.template, profile=self.spec.mode or self.spec.profile,
             created_at=self.created_at, expires_at=self.expires_at, idle_timeout_s=self.spec.idle_timeout_s,
             isolation=machine.isolation, limits=machine.limits, server=server, owner=owner, tenant=self.spec.tenant, labels=self.spec.labels,
             shown=machine.shown, warnings=machine.warnings, executions=self.count, reason=self.reason,
@@ -83,10 +84,11 @@ class Sandbox:
 
     async def start(self, request: model.ExecRequest) -> execution.Execution:
         request.check()
+        policy.check_environment(self.rules, request.env)
         if request.user == "root" and not self.rules.isolation.root_user:
             raise errors.error(
-                "user_refused", f"the profile {self.spec.profile!r} does not allow user='root'",
-                hint="use profile='moderate'",
+                "user_refused", "isolation.root_user of the policy does not allow user='root'",
+                hint="act as user='user'; `cloche policy show` says who set it",
             )  # fmt: skip
         await self.wake()
         made = execution.Execution(

@@ -38,7 +38,7 @@ from cloche.linux import syscalls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     Check = tuple[str, int, tuple[int, ...], int]
     Rule = int | tuple[Check, ...]
@@ -92,6 +92,13 @@ _REFUSED = frozenset({
     "open_by_handle_at", "fanotify_init", "fanotify_mark",
 })
 
+# Refusing one of these by name leaves no sandbox that could say so.
+_NEEDED = frozenset({
+    "execve", "exit", "exit_group", "read", "write", "openat", "close", "mmap", "munmap", "mprotect", "brk", "clone", "fork",
+    "vfork", "wait4", "rt_sigreturn", "rt_sigaction", "rt_sigprocmask", "futex", "fstat", "newfstatat", "recvmsg", "sendmsg",
+    "ppoll", "poll", "epoll_wait", "epoll_pwait", "epoll_ctl", "dup3", "dup2", "fcntl", "pipe2", "setsid", "seccomp", "prctl",
+})
+
 _PERMISSIVE_ONLY = frozenset({"ptrace", "process_vm_readv", "process_vm_writev", "chroot", "modify_ldt"})
 # fmt: on
 
@@ -115,10 +122,12 @@ def _checks(profile: str) -> "dict[str, tuple[Check, ...]]":
     }
 
 
-def _rule(profile: str, name: str, checks: "dict[str, tuple[Check, ...]]") -> "Rule":
+def _rule(
+    profile: str, name: str, checks: "dict[str, tuple[Check, ...]]", deny: "Collection[str]" = ()
+) -> "Rule":
     if name not in syscalls.TABLE or name in _ABSENT:
         return errno.ENOSYS
-    if name in _REFUSED:
+    if name in _REFUSED or name in deny:
         return errno.EPERM
     if name in _PERMISSIVE_ONLY:
         return ALLOW if profile == "permissive" else errno.EPERM
@@ -130,13 +139,24 @@ def _check_profile(profile: str) -> None:
         raise ValueError(f"unknown profile {profile!r}: one of {', '.join(PROFILES)}")
 
 
-def explain(profile: str, name: str, args: "Sequence[int] | None" = None) -> str:
+def check_names(names: "Sequence[str]") -> None:
+    """Raise ValueError for a name that is no system call, or one that no program can start or end without."""
+    for name in names:
+        if name not in syscalls.TABLE:
+            raise ValueError(f"there is no system call {name!r}")
+        if name in _NEEDED:
+            raise ValueError(f"nothing could run without the system call {name!r}")
+
+
+def explain(
+    profile: str, name: str, args: "Sequence[int] | None" = None, *, deny: "Sequence[str]" = ()
+) -> str:
     """What the profile does with a system call: `allow`, or `refuse:` and the name of an errno.
 
     Where arguments decide and none are given, the answer is `check:` and the errno that a refusal would have.
     """
     _check_profile(profile)
-    rule = _rule(profile, name, _checks(profile))
+    rule = _rule(profile, name, _checks(profile), deny)
     if isinstance(rule, int):
         return _verdict(rule)
     if args is None:
@@ -207,9 +227,13 @@ class _Program:
         return distance
 
 
-def build(profile: str, *, arch: str = syscalls.ARCH, notify: bool = False) -> bytes:
-    """The filter of a profile as an array of `struct sock_filter`. Pure: the same answer on every machine."""
+def build(
+    profile: str, *, deny: "Sequence[str]" = (), arch: str = syscalls.ARCH, notify: bool = False
+) -> bytes:
+    """The filter of a profile as an array of `struct sock_filter`, without the calls of `deny`. Pure: the same answer on
+    every machine."""
     _check_profile(profile)
+    check_names(deny)
     if arch not in _AUDIT_ARCH:
         raise ValueError(f"no filter for architecture {arch!r}: one of {', '.join(_AUDIT_ARCH)}")
     checks = _checks(profile)
@@ -218,7 +242,7 @@ def build(profile: str, *, arch: str = syscalls.ARCH, notify: bool = False) -> b
     # SAFETY: nothing may be decided by number before this (test_foreign_architectures_are_killed).
     program.add(_JUMP_EQUAL, _AUDIT_ARCH[arch], otherwise=program.ending(_RET_KILL_PROCESS))
     program.add(_LOAD, _OFFSET_NUMBER)
-    segments = _segments(program, profile, arch, checks, notify)
+    segments = _segments(program, profile, arch, checks, notify, frozenset(deny))
     _search(program, segments)
     used = {target for _, target in segments}
     for name, rule in checks.items():
@@ -236,14 +260,19 @@ def _ending(program: _Program, code: int, notify: bool) -> str:
 
 
 def _segments(
-    program: _Program, profile: str, arch: str, checks: "dict[str, tuple[Check, ...]]", notify: bool
+    program: _Program,
+    profile: str,
+    arch: str,
+    checks: "dict[str, tuple[Check, ...]]",
+    notify: bool,
+    deny: "frozenset[str]",
 ) -> list[tuple[int, str]]:
     """The number line, cut into (first number, target) where the target changes."""
     targets = {}
     for name in syscalls.TABLE:
         nr = syscalls.number(name, arch=arch)
         if nr is not None:
-            rule = _rule(profile, name, checks)
+            rule = _rule(profile, name, checks, deny)
             targets[nr] = _ending(program, rule, notify) if isinstance(rule, int) else f"check {name}"
     unknown = _ending(program, errno.ENOSYS, notify)
     points = [(nr, targets.get(nr, unknown)) for nr in range(max(targets) + 2)]

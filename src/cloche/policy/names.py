@@ -22,6 +22,7 @@ import re
 from encodings import idna
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 HOST_LOOPBACK = "host.cloche.internal"
 """The host's own loopback, as sandboxes call it; only a rule that names it allows it."""
@@ -201,6 +202,27 @@ def kind_of(address: Address) -> str:
         if family == version and value & mask == network:
             return kind
     return "public" if version == 4 or address in _GLOBAL_V6 else "reserved"
+
+
+@functools.lru_cache(maxsize=256)
+def public_parts(network: Network) -> tuple[Network, ...]:
+    """The networks that make up what is public of one."""
+    left: list[Network] = [network]
+    if isinstance(network, ipaddress.IPv6Network):
+        inside = network.subnet_of(_GLOBAL_V6)
+        left = [network] if inside else [_GLOBAL_V6] if _GLOBAL_V6.subnet_of(network) else []
+    special = [ipaddress.ip_network(text) for text, _ in _KINDS]
+    special += [ipaddress.ip_network(address) for address in METADATA_ADDRESSES]
+    for hole in special:
+        if hole.version == network.version:
+            left = [piece for part in left for piece in _without(part, hole)]
+    return tuple(left)
+
+
+def _without(part: Network, hole: Network) -> list[Network]:
+    if part.subnet_of(hole):  # type: ignore[arg-type]
+        return []
+    return list(part.address_exclude(hole)) if hole.subnet_of(part) else [part]  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -399,6 +399,150 @@ def _below(prefix: str, path: str) -> bool | None:
     return plain == prefix or plain.startswith(prefix if prefix.endswith("/") else prefix + "/")
 
 
+# ── what two rule sets both allow ──────────────────────────────────────────────────────────────────
+
+
+def both(one: RuleSet, other: RuleSet) -> RuleSet:
+    """A rule set that allows what both allow, and denies or asks about what either does.
+
+    The judge is `decide`: whatever is asked with its content in sight, the answer is "allow" if and only if both say so,
+    and then with the lower cap of the two rules that count. Before content is seen it may refuse where no content could
+    ever satisfy both. `resolve` is the first one's, without the addresses that the other would not let a name lead to.
+
+    Each pair of rules is one rule or none. Pairs stand in the order in which the two sets would look, so that the pair of the
+    two rules that count stands before every other pair which matches (tests/policy/test_rules.py has it as a property).
+    """
+    mode = min(one.mode, other.mode, key=_ORDER.index)
+    if mode == "off":
+        return RuleSet(deny=_joined(one.deny, other.deny), ask=_joined(one.ask, other.ask))
+    pairs = (
+        _pair(left, right)
+        for left in _looking(one)
+        for right in _looking(other)
+        if left is not None or right is not None
+    )
+    return RuleSet(
+        mode=mode,
+        allow=tuple(dict.fromkeys(rule for pair in pairs for rule in pair)),
+        deny=_joined(one.deny, other.deny),
+        ask=_joined(one.ask, other.ask),
+        resolve={
+            key: value
+            for key, value in one.resolve.items()
+            if check_address(other, key.rpartition(":")[0], *names.split_authority(value)).allowed
+        },
+    )
+
+
+_ORDER: tuple[Mode, ...] = ("off", "rules", "open")
+
+
+def _joined(one: tuple[Rule, ...], other: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    return tuple(dict.fromkeys((*one, *other)))
+
+
+def _looking(rules: RuleSet) -> list[Rule | None]:
+    """The allowing rules, the most specific first; None at the end of an open set stands for all that is public."""
+    ordered: list[Rule | None] = [*sorted(rules.allow, key=_specificity)]
+    return [*ordered, None] if rules.mode == "open" else ordered
+
+
+def _specificity(rule: Rule) -> tuple[int, int]:
+    """Small is specific. Names and addresses never meet, so that one scale does for both."""
+    if rule.host.startswith("*"):
+        return 1, -rule.host.count(".")
+    if _is_network(rule.host):
+        return 1, -_network(rule.host).prefixlen
+    return 0, 0
+
+
+def _pair(one: Rule | None, other: Rule | None) -> tuple[Rule, ...]:
+    if one is None or other is None:
+        rule = one or other
+        assert rule is not None
+        return _public_part(rule)
+    host = _narrower_host(one.host, other.host)
+    if host is None or (None not in (one.port, other.port) and one.port != other.port):
+        return ()
+    methods = tuple(m for m in one.methods or other.methods if m in (other.methods or one.methods))
+    if (one.methods or other.methods) and not methods:
+        return ()
+    path = _narrower_path(one.path, other.path)
+    if path is None:
+        return ()
+    caps = [cap for cap in (one.upload_bytes, other.upload_bytes) if cap is not None]
+    return (
+        Rule(
+            host=host,
+            port=one.port if one.port is not None else other.port,
+            methods=methods,
+            path=path,
+            upload_bytes=min(caps, default=None),
+            raw=one.raw and other.raw,
+            reason=one.reason or other.reason,
+        ),
+    )
+
+
+def _public_part(rule: Rule) -> tuple[Rule, ...]:
+    """What an open set without a word about it allows of a rule: names, and of addresses those that are public."""
+    if rule.host == names.HOST_LOOPBACK:
+        return ()
+    rule = msgspec.structs.replace(rule, raw=False)  # that is for a rule to say
+    if not _is_network(rule.host):
+        return (rule,)
+    left = names.public_parts(_network(rule.host))
+    return tuple(msgspec.structs.replace(rule, host=_network_text(part)) for part in left)
+
+
+@functools.lru_cache(maxsize=1024)
+def _network(text: str) -> names.Network:
+    return ipaddress.ip_network(text)
+
+
+def _network_text(network: names.Network) -> str:
+    whole = network.prefixlen == network.max_prefixlen
+    return str(network.network_address) if whole else str(network)
+
+
+def _narrower_host(one: str, other: str) -> str | None:
+    """The target that both have; None if there is none."""
+    if one == other:
+        return one
+    if names.HOST_LOOPBACK in (one, other):
+        return None  # no wildcard has it
+    for narrow, wide in ((one, other), (other, one)):
+        if _has_target(wide, narrow):
+            return narrow
+    return None
+
+
+def _has_target(wide: str, narrow: str) -> bool:
+    if _is_network(wide) != _is_network(narrow):
+        return False
+    if _is_network(wide):
+        outer, inner = _network(wide), _network(narrow)
+        return outer.version == inner.version and inner.subnet_of(outer)  # type: ignore[arg-type]
+    if not wide.startswith("*"):
+        return False
+    base = wide.lstrip("*")[1:]
+    if narrow.startswith("*"):
+        inside = narrow.lstrip("*")[1:]
+        return inside.endswith("." + base) or (inside == base and wide.startswith("**"))
+    return narrow.endswith("." + base) or (narrow == base and wide.startswith("**"))
+
+
+def _is_network(host: str) -> bool:
+    return "/" in host or (not host.startswith("*") and names.is_address(host))
+
+
+def _narrower_path(one: str, other: str) -> str | None:
+    for narrow, wide in ((one, other), (other, one)):
+        if not wide or _below(wide, narrow):
+            return narrow
+    return None
+
+
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -37,6 +37,7 @@ class Shape(TypedDict, total=False):
     """The constructor's arguments but `timeout_s`, for whoever passes them on."""
 
     profile: str | None
+    mode: str | None
     template: str | None
     image: str | None
     env: dict[str, str] | None
@@ -397,6 +398,7 @@ class AsyncSandbox(Handle):
         self,
         *,
         profile: str | None = None,
+        mode: str | None = None,
         template: str | None = None,
         image: str | None = None,
         env: dict[str, str] | None = None,
@@ -427,6 +429,7 @@ class AsyncSandbox(Handle):
             "template": template,
             "image": None if image is None else model.absolute_image(image),
             "profile": profile,
+            "mode": mode,
             "env": env,
             "resources": {field: value for field, value in resources.items() if value is not None},
             "workspace": None if workspace is None else os.path.abspath(workspace),
@@ -764,15 +767,18 @@ def _policy(given: Policy | None, network: Mode | None, **lists: Any) -> dict[st
     said = _network(network, **lists)
     if given is None:
         return {"network": said} if said else None
-    before = dict(given.fields.get("network", {}))
+    whole = given.to_builtins()
+    before = dict(whole.get("network", {}))
     if said.get("allow") and before.get("mode") == "off":
         del before["mode"]
+    if network == "off":
+        before = {field: value for field, value in before.items() if field not in ("allow", "ask")}
     for field, value in said.items():
         if isinstance(value, list):
-            said[field] = [*before.get(field, ()), *value]
+            said[field] = [*before.get(field, ()), *value] if value else []
         elif isinstance(value, dict):
             said[field] = {**before.get(field, {}), **value}
-    return {**given.fields, "network": {**before, **said}} if said else given.fields
+    return {**whole, "network": {**before, **said}} if said else whole
 
 
 def _network(network: Mode | None, **lists: Any) -> dict[str, Any]:

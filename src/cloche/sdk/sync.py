@@ -296,6 +296,7 @@ class Sandbox(Handle):
         self,
         *,
         profile: str | None = None,
+        mode: str | None = None,
         template: str | None = None,
         image: str | None = None,
         env: dict[str, str] | None = None,
@@ -323,6 +324,7 @@ class Sandbox(Handle):
         twin = portal.run(
             sandboxes.AsyncSandbox.create(
                 profile=profile,
+                mode=mode,
                 template=template,
                 image=image,
                 env=env,

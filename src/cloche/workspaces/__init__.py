@@ -9,7 +9,8 @@ makes them. Called by the drivers' owner before a sandbox starts and after its l
 from cloche.workspaces.description import Applied, Bind, Change, Prepared, Report, lost
 from cloche.workspaces.lending import LocalWorkspaces
 from cloche.workspaces.overlays import apply, diff
-from cloche.workspaces.session import finish, prepare, sweep
+from cloche.workspaces.plan import explain
+from cloche.workspaces.session import finish, prepare, survey, sweep
 
 __all__ = [
     "Applied",
@@ -20,8 +21,10 @@ __all__ = [
     "Report",
     "apply",
     "diff",
+    "explain",
     "finish",
     "lost",
     "prepare",
+    "survey",
     "sweep",
 ]

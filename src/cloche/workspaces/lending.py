@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from cloche import interfaces, model, policy
-from cloche.workspaces import description, overlays, session
+from cloche.workspaces import description, overlays, plan, session
 
 _LOCK = "owner"
 
@@ -40,6 +40,11 @@ class LocalWorkspaces(interfaces.Workspaces):
                 os.close(lock)
             raise
         return LentWorkspace(prepared, rules, lock)
+
+    def show(self, *, rules: policy.Merged) -> Beside:
+        home = self._environment.get("HOME") or os.path.expanduser("~")
+        found = plan.shown(rules, home=home, state=self._states, environment=self._environment)
+        return Beside(found)
 
     def sweep(self) -> list[str]:
         swept = []
@@ -84,6 +89,27 @@ class LentWorkspace(interfaces.Workspace):
                 os.close(self._lock)
                 self._lock = None
         return self._report
+
+
+class Beside(interfaces.Workspace):
+    """Directories of the host that are shown where there is no workspace."""
+
+    def __init__(self, shown: list[tuple[str, bool]]) -> None:
+        owner = next((os.stat(path) for path, writable in shown if writable), None)
+        ids = (os.geteuid(), os.getegid()) if owner is None else (owner.st_uid, owner.st_gid)
+        self.exposure = interfaces.Exposure(
+            root="", owner=ids, cwd="/workspace", shown=tuple(path for path, _ in shown),
+            binds=tuple(interfaces.Shown(path, path, writable, writable) for path, writable in shown),
+        )  # fmt: skip
+
+    def diff(self, upper: str) -> list[model.FileChange]:
+        return []
+
+    def apply(self, upper: str, paths: Sequence[str] | None = None) -> list[str]:
+        return []
+
+    def finish(self) -> model.WorkspaceReport:
+        return model.WorkspaceReport()
 
 
 def _exposure(prepared: description.Prepared) -> interfaces.Exposure:

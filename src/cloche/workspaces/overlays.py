@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from cloche import errors, policy
+from cloche.policy import paths as patterns
 from cloche.workspaces import description, gitconfig, places, repositories, walking
 
 Change = description.Change
@@ -33,8 +34,10 @@ def diff(lower: str, upper: str, *, rules: policy.Merged | None = None) -> tuple
     """Every difference, parents before children, each with the reason if `apply` would refuse it."""
     with walking.directory(lower) as below, walking.directory(upper) as above:
         changes = sorted(_compare(below, above, ""), key=lambda change: change.path)
-    protected = (rules or policy.Merged()).files.protected
-    return tuple(_judged(change, protected, os.path.realpath(lower), upper) for change in changes)
+    root, files = os.path.realpath(lower), (rules or policy.Merged()).files
+    made = (patterns.parse(entry, root) for entry in (*files.protected, *files.deny))
+    covered = tuple(pattern for pattern in made if pattern is not None)
+    return tuple(_judged(change, covered, root, upper) for change in changes)
 
 
 def apply(
@@ -192,8 +195,8 @@ def _same(below: int | None, above: int, name: str, old: os.stat_result, new: os
 # ── judging ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _judged(change: Change, protected: tuple[str, ...], root: str, upper: str) -> Change:
-    reason = _refusal(change, protected, root, upper)
+def _judged(change: Change, covered: tuple[patterns.Pattern, ...], root: str, upper: str) -> Change:
+    reason = _refusal(change, covered, root, upper)
     if reason is None:
         return change
     return Change(
@@ -206,14 +209,14 @@ def _judged(change: Change, protected: tuple[str, ...], root: str, upper: str) -
     )
 
 
-def _refusal(change: Change, protected: tuple[str, ...], root: str, upper: str) -> str | None:
+def _refusal(change: Change, covered: tuple[patterns.Pattern, ...], root: str, upper: str) -> str | None:
     if change.kind == "moved":
         return "a directory renamed by redirection cannot be taken over"
     if change.type == "special" and change.kind != "removed":
         return "it is a device, a FIFO or a socket"
     if change.type == "file" and change.mode & (stat.S_ISUID | stat.S_ISGID) and change.kind != "removed":
         return "it has a set-user-id or set-group-id bit"
-    if _is_control(change.path, protected, (upper, root)):
+    if _is_control(change.path, covered, (upper, root)):
         return "it is a control file, which programs on the host obey"
     if change.type == "symlink" and change.kind != "removed" and _leads_out(root, upper, change.path):
         return "it is a symlink that leads out of the workspace"
@@ -229,9 +232,9 @@ def _refusal(change: Change, protected: tuple[str, ...], root: str, upper: str) 
 _GIT_CONTROL = ("hooks", "commondir", "config.worktree", "remotes", "branches")
 
 
-def _is_control(path: str, protected: tuple[str, ...], trees: tuple[str, str]) -> bool:
-    """Whether programs obey it: by the policy's list, or as part of any git directory in here."""
-    if any(places.within(path, entry.rstrip("/")) for entry in protected):
+def _is_control(path: str, covered: tuple[patterns.Pattern, ...], trees: tuple[str, str]) -> bool:
+    """Whether programs obey it: by the policy's lists, or as part of any git directory in here."""
+    if patterns.covering(covered, path) is not None:
         return True
     parts = path.split("/")
     for index in range(len(parts)):

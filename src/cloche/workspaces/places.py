@@ -103,6 +103,18 @@ def _state_root(home: str, environment: Mapping[str, str]) -> str:
     return os.path.realpath(environment.get("CLOCHE_HOME") or f"{default}/cloche")
 
 
+def why_not_shown(path: str, *, home: str, state: str, environment: Mapping[str, str]) -> str | None:
+    """Why a directory of the host must not be shown beside a workspace; None if it may be."""
+    if not os.path.isdir(path):
+        return "it is not a directory"
+    if os.path.realpath(path) != path:
+        return f"it is, or lies behind, a link; its own path is {os.path.realpath(path)}"
+    home = os.path.realpath(home)
+    if shows_credentials(path, home):
+        return "it holds credentials"
+    return _refusal(path, home, os.path.realpath(state), environment)
+
+
 def beneath(path: str, directory: str) -> bool:
     return path.startswith(directory.rstrip("/") + "/")
 

@@ -23,6 +23,7 @@ from cloche.workspaces import (
     description,
     gitconfig,
     places,
+    plan,
     protection,
     repositories,
     stubs,
@@ -54,20 +55,24 @@ def prepare(
 ) -> description.Prepared:
     """Make `directory` ready to be shown in a sandbox. Refusals come first and leave nothing behind."""
     root = places.resolve(directory, home=home, state=state, environment=environment)
+    beside = plan.shown(rules, home=home, state=state, environment=environment)
     if overlay:
-        return _describe(root, state, home, environment, _Mounts(), overlay=True)
+        mounts = _Mounts(beside)
+        made = plan.Plan(root, rules, protection.Cover(root, state), None)
+        # Writing goes to a layer above, so only what must not be read is covered; a stub would be in the workspace itself.
+        mounts.deny = [path for path in made.make().denied if os.path.lexists(path)]
+        return _describe(root, state, home, environment, mounts, overlay=True)
     with stubs.exclusive(state):
         try:
-            return _prepare(root, rules, home, state, environment)
+            return _prepare(root, rules, home, state, environment, _Mounts(beside))
         except BaseException:
             _clear(state)
             raise
 
 
 def _prepare(
-    root: str, rules: policy.Merged, home: str, state: str, environment: Mapping[str, str]
+    root: str, rules: policy.Merged, home: str, state: str, environment: Mapping[str, str], mounts: _Mounts
 ) -> description.Prepared:
-    mounts = _Mounts()
     known = repositories.find(root)
     before = control.snapshot(root, rules)
     secluded = _protect(root, rules, state, known, mounts)
@@ -82,14 +87,30 @@ def _prepare(
         for path in failed:
             cover.protect.pop(path, None)
         cover.pinned -= failed
-    mounts.deny = _denied(root, rules)
+    mounts.deny = [path for path in mounts.deny if os.path.lexists(path)]
     return _describe(root, state, home, environment, mounts, overlay=False)
+
+
+def survey(
+    directory: str, *, rules: policy.Merged, home: str, state: str, environment: Mapping[str, str]
+) -> plan.Plan:
+    """What `prepare` would cover now; nothing is made."""
+    root = places.resolve(directory, home=home, state=state, environment=environment)
+    mounts = _Mounts(plan.shown(rules, home=home, state=state, environment=environment))
+    known = repositories.find(root)
+    cover = protection.Cover(root, state)
+    main = _main_repository(root, known, cover, mounts)
+    made = plan.Plan(root, rules, cover, main).make()
+    for git_dir in dict.fromkeys((*(() if main is None else (main,)), *known.git_dirs)):
+        repositories.cover(cover, git_dir, "private")
+    return made
 
 
 class _Mounts:
     """What `_protect` collects for the description."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: list[tuple[str, bool]]) -> None:
+        self.beside = beside
         self.covers: list[protection.Cover] = []
         self.private: list[tuple[str, str]] = []
         self.binds: list[description.Bind] = []
@@ -104,9 +125,7 @@ def _protect(
     cover = protection.Cover(root, state)
     mounts.covers.append(cover)
     main = _main_repository(root, known, cover, mounts)
-    for name in rules.files.protected:
-        if main == ".git" or not name.startswith(".git/"):
-            cover.add(name)
+    mounts.deny = list(plan.Plan(root, rules, cover, main).make().denied)
     found: list[repositories.Repository] = []
     if main is not None:
         _add_repository(cover, main, state, mounts, found)
@@ -201,12 +220,6 @@ def _add_common(root: str, state: str, mounts: _Mounts) -> list[repositories.Rep
     return found
 
 
-def _denied(root: str, rules: policy.Merged) -> list[str]:
-    """The paths to hide. A link is followed here, on the host: inside, only what it leads to can be covered."""
-    real = (os.path.realpath(f"{root}/{entry.strip('/')}") for entry in rules.files.deny)
-    return [path for path in dict.fromkeys(real) if places.beneath(path, root) and os.path.lexists(path)]
-
-
 def _describe(
     root: str, state: str, home: str, environment: Mapping[str, str], mounts: _Mounts, *, overlay: bool
 ) -> description.Prepared:
@@ -224,6 +237,11 @@ def _describe(
     binds = [] if overlay else [description.Bind(root, root, writable=True, owner=True)]
     binds += mounts.binds + [
         description.Bind(path, path) for path in tools.paths if not places.within(path, root)
+    ]
+    binds += [
+        description.Bind(path, path, writable=writable, owner=writable)
+        for path, writable in mounts.beside
+        if not places.within(path, root)
     ]
     pinned: list[str] = []
     protect: list[tuple[str, str]] = []

@@ -134,6 +134,8 @@ def recorded(state: str) -> list[Stub]:
 
 def of_others(state: str) -> set[tuple[int, int]]:
     """Device and inode of every stub that another sandbox stands by."""
+    if not os.path.isdir(os.path.dirname(state)):
+        return set()  # no sandbox of this engine has had a workspace yet
     return {(stub.device, stub.inode) for stub in _others(state) if stub.inode}
 
 

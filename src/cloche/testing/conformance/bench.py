@@ -170,6 +170,7 @@ def make_engine(home: str, driver: interfaces.Driver) -> engine.Engine:
         config, store.Store(":memory:"), [(driver.name, lambda: driver)], owner=wiring.owner(),
         interpreters=wiring.interpreters(), workspaces=workspaces.LocalWorkspaces(home, {}), egress=wiring.egress,
         secrets=lambda: wiring.secrets(config),
+        policies=lambda workspace: policy.Sources(),
     )  # fmt: skip
 
 

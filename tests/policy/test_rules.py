@@ -6,7 +6,7 @@ import string
 import timeit
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloche import errors
@@ -312,3 +312,125 @@ def test_a_decision_does_not_depend_on_the_number_of_rules() -> None:
     request = Request("h77.example.org", 443, "tls")
     best = min(timeit.repeat(lambda: rules.decide(policy, request), number=200, repeat=5)) / 200
     assert best < 200e-6
+
+
+# ── what two rule sets both allow ──
+
+TARGETS = (
+    "a.org", "b.a.org", "c.b.a.org", "*.a.org", "**.a.org", "**.b.a.org", "*.org", "host.cloche.internal:80", "**.cloche.internal",
+    "10.1.2.3", "10.0.0.0/8", "10.1.0.0/16", "8.8.8.8", "8.0.0.0/8", "0.0.0.0/0", "172.0.0.0/8", "2001:4860::/32", "::/0",
+)  # fmt: skip
+HOSTS = (
+    "a.org", "b.a.org", "c.b.a.org", "x.c.b.a.org", "z.org", "host.cloche.internal", "x.cloche.internal", "metadata",
+    "10.1.2.3", "10.2.2.2", "8.8.8.8", "8.1.1.1", "9.9.9.9", "172.16.0.1", "172.1.1.1", "169.254.169.254", "2001:4860::8", "fd00::1",
+)  # fmt: skip
+OPTIONS = (
+    "", "", "", " methods=GET", " methods=GET,PUT", " methods=POST path=/a", " path=/a", " path=/a/b", " path=/c",
+    " upload_bytes=5", " upload_bytes=50", " raw", " raw upload_bytes=7",
+)  # fmt: skip
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> str:
+    target, port = draw(st.sampled_from(TARGETS)), draw(st.sampled_from(("", "", ":80", ":443")))
+    if target.endswith(":80"):
+        port = ""
+    elif port and ":" in target:
+        target = f"[{target}]"
+    return target + port + draw(st.sampled_from(OPTIONS))
+
+
+def lists(count: int) -> st.SearchStrategy[list[str]]:
+    return st.lists(lines(), max_size=count)
+
+
+SETS = st.builds(
+    lambda mode, allow, deny, ask: make(mode, allow=allow, deny=deny, ask=ask),
+    st.sampled_from(("off", "rules", "rules", "open")), lists(6), lists(2), lists(2),
+)  # fmt: skip
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> rules.Request:
+    host, port = draw(st.sampled_from(HOSTS)), draw(st.sampled_from((80, 443, 22)))
+    protocol = draw(st.sampled_from(("http", "http", "tls", "tcp")))
+    if protocol != "http":
+        return Request(host, port, protocol)  # type: ignore[arg-type]
+    path = draw(st.sampled_from(("/", "/a", "/a/b", "/a/b/c", "/ab", "/a/../c", "/c?x")))
+    return Request(host, port, "http", draw(st.sampled_from(("GET", "PUT", "POST"))), path)
+
+
+@settings(max_examples=250, deadline=None)
+@given(SETS, SETS, requests())
+def test_both_allow_exactly_what_each_allows(
+    one: rules.RuleSet, other: rules.RuleSet, request: rules.Request
+) -> None:
+    left, right, found = (rules.decide(r, request) for r in (one, other, rules.both(one, other)))
+    assert found.allowed == (left.allowed and right.allowed)
+    if found.allowed:
+        used = [decision.rule for decision in (left, right)]
+        caps = [rule.upload_bytes for rule in used if rule is not None and rule.upload_bytes is not None]
+        assert (found.rule.upload_bytes if found.rule else None) == min(caps, default=None)
+        assert bool(found.rule and found.rule.raw) == all(rule is not None and rule.raw for rule in used)
+
+
+@settings(deadline=None)
+@given(
+    SETS, SETS, st.sampled_from(HOSTS), st.sampled_from((0, 80, 443)), st.sampled_from(sorted(rules.OPENING))
+)
+def test_before_content_is_seen_both_open_no_more_than_each(
+    one: rules.RuleSet, other: rules.RuleSet, host: str, port: int, protocol: rules.Protocol
+) -> None:
+    request = Request(host, port, protocol)
+    if rules.decide(rules.both(one, other), request).allowed:
+        assert rules.decide(one, request).allowed
+        assert rules.decide(other, request).allowed
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    SETS, SETS, st.sampled_from([host for host in HOSTS if host[-1].isdigit()]), st.sampled_from((80, 443))
+)
+def test_a_name_leads_only_where_each_lets_it_lead(
+    one: rules.RuleSet, other: rules.RuleSet, address: str, port: int
+) -> None:
+    if "off" in (one.mode, other.mode):
+        return
+    if rules.check_address(rules.both(one, other), "a.org", address, port).allowed:
+        assert rules.check_address(one, "a.org", address, port).allowed
+        assert rules.check_address(other, "a.org", address, port).allowed
+
+
+@settings(deadline=None)
+@given(SETS, SETS)
+def test_both_are_lines_that_can_be_written_and_read_again(one: rules.RuleSet, other: rules.RuleSet) -> None:
+    found = rules.both(one, other)
+    assert make(found.mode, allow=map(str, found.allow)).allow == found.allow
+    again = rules.both(found, other)
+    assert (again.mode, set(again.deny)) == (found.mode, set(found.deny))
+
+
+def test_a_pinned_address_that_the_other_would_not_reach_is_dropped() -> None:
+    pins = {"a.org:443": "10.0.0.5:443", "b.org:443": "8.8.8.8:443"}
+    mine = make("rules", allow=["a.org", "b.org"], resolve=pins)
+    assert rules.both(mine, make("open")).resolve == {"b.org:443": "8.8.8.8:443"}
+    assert rules.both(mine, make("rules", allow=["a.org", "10.0.0.0/8"])).resolve == pins
+
+
+@pytest.mark.parametrize(
+    ("network", "public"), [("10.0.0.0/8", False), ("8.0.0.0/8", True), ("fc00::/7", False)]
+)
+def test_the_public_part_of_a_network_is_public(network: str, public: bool) -> None:
+    assert bool(names.public_parts(ipaddress.ip_network(network))) == public
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["0.0.0.0/0", "160.0.0.0/3", "::/0", "2000::/3", "169.0.0.0/8"]),
+    st.integers(0, 2**128 - 1),
+)
+def test_the_public_parts_are_all_that_is_public(network: str, seed: int) -> None:
+    whole = ipaddress.ip_network(network)
+    address = whole[seed % whole.num_addresses]
+    inside = any(address in part for part in names.public_parts(whole))
+    assert inside == (names.kind_of(address) == "public")
