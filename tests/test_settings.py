@@ -24,6 +24,7 @@ GROUPS = {
     "build": settings.Build,
     "secrets": settings.Secrets,
     "policy": settings.Ceiling,
+    "network": settings.Network,
 }
 
 

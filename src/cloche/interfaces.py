@@ -205,14 +205,31 @@ class Egress(ABC):
         """Get ready; also done by the first `attach`."""
 
     @abstractmethod
-    def environment(self) -> dict[str, str]:
-        """Variables that lead programs inside to the proxy."""
+    def environment(self, trust: str | None) -> dict[str, str]:
+        """Variables that lead programs inside to the proxy and, where it is given, to the bundle of authorities there."""
 
     @abstractmethod
-    async def attach(self, sandbox: str, capture: Capture, network: policy.Network) -> None: ...
+    def sees_inside(self, network: policy.Network) -> bool:
+        """Whether these rules can only be obeyed by ending TLS: then the sandbox must trust our authority."""
 
     @abstractmethod
-    async def update(self, sandbox: str, network: policy.Network) -> None:
+    async def trust(self) -> bytes:
+        """The bundle of authorities, ours among them, for a sandbox whose TLS is ended."""
+
+    @abstractmethod
+    async def attach(
+        self,
+        sandbox: str,
+        capture: Capture,
+        network: policy.Network,
+        *,
+        trusted: bool = False,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """`trusted` says that the sandbox has the bundle; credentials are put in only then."""
+
+    @abstractmethod
+    async def update(self, sandbox: str, network: policy.Network, *, trusted: bool = False) -> None:
         """New rules; connections that they refuse have ended when this returns."""
 
     @abstractmethod

@@ -231,6 +231,18 @@ class Ceiling(Group, frozen=True, kw_only=True):
     `/etc/cloche/ceiling.toml`, which counts wherever it is. If it is named and cannot be read, no sandbox is made."""
 
 
+class Network(Group, frozen=True, kw_only=True):
+    """What carries the connections of sandboxes that have a network."""
+
+    parent_proxy: str = ""
+    """A proxy that everything goes through: `http://[user:password@]host:port`. Empty (the default) dials directly. Names are
+    then resolved by the parent, so the addresses behind them are not checked here."""
+
+    authorities: str | None = None
+    """A file of certificates (PEM) to trust besides this machine's, when a connection is looked into and the server's
+    certificate is checked; `"none"` (the default) adds none."""
+
+
 class Settings(Group, frozen=True, kw_only=True):
     """Everything that was chosen, from wherever."""
 
@@ -258,6 +270,7 @@ class Settings(Group, frozen=True, kw_only=True):
     build: Build = Build()
     secrets: Secrets = Secrets()
     policy: Ceiling = Ceiling()
+    network: Network = Network()
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}

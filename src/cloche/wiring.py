@@ -66,11 +66,11 @@ class Workspaces(interfaces.Workspaces):
         return workspaces.LocalWorkspaces(self._home, self._environment)
 
 
-def egress() -> interfaces.Egress:
+def egress(config: settings.Settings) -> interfaces.Egress:
     """Made at the first sandbox that has a network."""
     from cloche.egress import outlet
 
-    return outlet.LocalEgress()
+    return outlet.LocalEgress(parent=config.network.parent_proxy, authorities=config.network.authorities)
 
 
 class Images(interfaces.ImageSource):
@@ -183,7 +183,7 @@ def make_engine(
         owner=who,
         interpreters=interpreters(),
         workspaces=Workspaces(config.home, environment),
-        egress=egress,
+        egress=lambda: egress(config),
         images=Images(config, environment),
         secrets=lambda: secrets(config),
         policies=settings.PolicyFiles(config, environment),

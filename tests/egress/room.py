@@ -92,6 +92,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.requests.append((self.command, self.path, self.headers.get("Host", "")))
+        self.server.authorizations.append(self.headers.get("Authorization", ""))
         size = int(self.path.rpartition("/big/")[2]) if "/big/" in self.path else 0
         body = b"x" * size if size else f"hello from {self.path}\n".encode()
         self.send_response(200)
@@ -133,6 +134,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.context = context
         self.connections = 0
         self.requests: list[tuple[str, str, str]] = []
+        self.authorizations: list[str] = []
         self.port = self.server_address[1]
         self.address = f"127.0.0.1:{self.port}"
         self._thread = threading.Thread(

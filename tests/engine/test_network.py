@@ -309,3 +309,93 @@ def test_many_sandboxes_at_once_are_kept_apart(server):
     for thread in threads:
         thread.join(120)
     assert seen == {n: (f"hello from /{n}\n", (), 1) for n in range(6)}
+
+
+# ── looking into TLS, and secrets ──────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def own(tmp_path, certificate):
+    """An engine of the test's own, whose proxy trusts the test's server."""
+    config = settings.Settings(
+        home=str(tmp_path / "s"), network=settings.Network(authorities=str(certificate[0]))
+    )
+
+    async def make():
+        return wiring.make_engine(dict(os.environ), config=config)
+
+    made = portal.run(make())
+    yield made
+    portal.run(made.aclose())
+
+
+def create(own, **fields):
+    return portal.run(own.create(model.SandboxSpec(**fields))).id
+
+
+def run(own, sandbox, command):
+    return portal.run(own.exec(sandbox, model.ExecRequest(command=command)))
+
+
+def store_secret(own, value=b"the-value", **fields):
+    secret = model.Secret(name="github", hosts=("good.test",), env="TOKEN", **fields)
+    portal.run(own.set_secret(secret, value))
+
+
+@pytest.mark.parametrize("profile", ["moderate", "restrictive"])
+def test_methods_and_paths_are_seen_in_tls(own, secure, profile):
+    network = {"allow": ["good.test methods=GET path=/open"], "resolve": led(secure, "good.test", port=443)}
+    box = create(own, profile=profile, policy={"network": network})
+    bad = run(own, box, "curl -sS -X POST -d x https://good.test/open; curl -sS https://good.test/shut")
+    assert [line.partition(";")[0] for line in bad.stdout.splitlines()] == [
+        "network denied: good.test:443 (method_not_allowed)"
+    ] * 2
+    assert len(bad.denials) == 1
+    good = run(
+        own,
+        box,
+        "curl -sS https://good.test/open; env -u HTTPS_PROXY -u https_proxy curl -sS https://good.test/open",
+    )
+    assert good.stdout == "hello from /open\n" * 2
+    assert secure.requests[-2:] == [("GET", "/open", "good.test")] * 2
+
+
+def test_a_live_sandbox_learns_to_trust_when_rules_begin_to_look(own, secure):
+    resolve = led(secure, "good.test", port=443)
+    box = create(own, policy={"network": {"allow": ["other.test"], "resolve": resolve}})
+    portal.run(own.update_policy(box, {"network": {"allow": ["good.test methods=GET"]}}))
+    assert run(own, box, "curl -sS https://good.test/now").stdout == "hello from /now\n"
+    assert run(own, box, "wget -qO- https://good.test/now").stdout == "hello from /now\n"
+
+
+def test_a_secret_without_a_network_is_refused(own):
+    store_secret(own)
+    for spec, code in [
+        ({"secrets": ("github",)}, "argument_invalid"),
+        ({"secrets": ("gthub",), "policy": {"network": {"allow": ["good.test"]}}}, "secret_not_found"),
+    ]:
+        problem = refused(lambda spec=spec: create(own, **spec), code)
+        assert "the-value" not in str(problem)
+    assert own.live == 0
+
+
+def test_a_secret_is_put_in_for_its_host_and_never_seen_inside(own, secure):
+    store_secret(own)
+    network = {
+        "allow": ["good.test", "other.test"],
+        "resolve": led(secure, "good.test", "other.test", port=443),
+    }
+    box = create(own, secrets=("github",), policy={"network": network})
+    seen = run(
+        own, box, 'env; cat /proc/*/environ; curl -sS -H "Authorization: Bearer $TOKEN" https://good.test/s'
+    )
+    assert "the-value" not in seen.stdout + seen.stderr
+    assert "TOKEN=cloche-secret-" in seen.stdout
+    assert secure.authorizations[-1] == "Bearer the-value"
+    run(own, box, 'curl -sSk -H "Authorization: Bearer $TOKEN" https://other.test/s')
+    assert secure.authorizations[-1].startswith("Bearer cloche-secret-")
+    told = portal.run(own.events(sandbox=box))
+    assert [(e["data"]["secret"], e["data"]["host"]) for e in told if e["kind"] == "credential_used"] == [
+        ("github", "good.test:443")
+    ]
+    assert "the-value" not in str(told)

@@ -46,7 +46,7 @@ class Own:
             owner=wiring.owner(),
             interpreters=wiring.interpreters(),
             workspaces=workspaces.LocalWorkspaces(config.home, os.environ),
-            egress=wiring.egress,
+            egress=lambda: wiring.egress(config),
             secrets=lambda: wiring.secrets(config),
             policies=settings.PolicyFiles(config, {"HOME": config.home}),
             clock=self.clock,

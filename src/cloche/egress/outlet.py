@@ -7,8 +7,8 @@ what they want, and be told plainly what is refused.
 
 from __future__ import annotations
 
-from cloche import interfaces, policy
-from cloche.egress import capture, process, records
+from cloche import errors, interfaces, policy
+from cloche.egress import authority, capture, process, records
 from cloche.policy import rules
 
 _PROXY = f"http://127.0.0.1:{capture.PROXY_PORT}"
@@ -18,7 +18,8 @@ _NO_PROXY = "localhost,127.0.0.1,::1,.localhost"
 
 
 class LocalEgress(interfaces.Egress):
-    def __init__(self, options: records.Options | None = None) -> None:
+    def __init__(self, *, parent: str = "", authorities: str | None = None) -> None:
+        options = records.Options(parent=parent, authorities=_read(authorities))
         self.on_flow = lambda _: None
         self.on_fault = lambda _: None
         self._process = process.EgressProcess(
@@ -31,15 +32,33 @@ class LocalEgress(interfaces.Egress):
     async def start(self) -> None:
         await self._process.start()
 
-    def environment(self) -> dict[str, str]:
-        set_ = dict.fromkeys(_PROXY_NAMES, _PROXY) | {"NO_PROXY": _NO_PROXY}
-        return set_ | {name.lower(): value for name, value in set_.items()}
+    def environment(self, trust: str | None) -> dict[str, str]:
+        led = dict.fromkeys(_PROXY_NAMES, _PROXY) | {"NO_PROXY": _NO_PROXY}
+        led |= {name.lower(): value for name, value in led.items()}
+        return led | (authority.variables(trust) if trust is not None else {})
 
-    async def attach(self, sandbox: str, capture: interfaces.Capture, network: policy.Network) -> None:
-        await self._process.attach(sandbox, capture.sockets, _rule_set(network))
+    def sees_inside(self, network: policy.Network) -> bool:
+        return _rule_set(network).index.conditional
 
-    async def update(self, sandbox: str, network: policy.Network) -> None:
-        await self._process.update(sandbox, _rule_set(network))
+    async def trust(self) -> bytes:
+        return authority.bundle(await self._process.certificate())
+
+    async def attach(
+        self,
+        sandbox: str,
+        capture: interfaces.Capture,
+        network: policy.Network,
+        *,
+        trusted: bool = False,
+        credentials: interfaces.Credentials | None = None,
+    ) -> None:
+        sealed = credentials.fd if credentials is not None else None
+        await self._process.attach(
+            sandbox, capture.sockets, _rule_set(network), inspects=trusted, credentials=sealed
+        )
+
+    async def update(self, sandbox: str, network: policy.Network, *, trusted: bool = False) -> None:
+        await self._process.update(sandbox, _rule_set(network), inspects=trusted)
 
     async def detach(self, sandbox: str) -> None:
         await self._process.detach(sandbox)
@@ -61,6 +80,20 @@ class LocalEgress(interfaces.Egress):
                 secret=record.secret, place=record.place, denial=denial,
             )
         )  # fmt: skip
+
+
+def _read(path: str | None) -> str:
+    if path is None:
+        return ""
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except (OSError, ValueError) as problem:
+        raise errors.error(
+            "settings_invalid",
+            f"network.authorities: {path} cannot be read: {problem}",
+            hint="name a PEM file",
+        ) from None
 
 
 def _rule_set(network: policy.Network) -> rules.RuleSet:

@@ -81,7 +81,7 @@ class Engine(interfaces.Backend):
         self._store = store
         self._audit = audit
         self._journal = journal.Journal(store, audit)
-        self._networks = network.Networks(egress, self._journal, self._clock)
+        self._networks = network.Networks(egress, self._secrets, self._journal, self._clock)
         self._reaper = reaping.Reaper(self._clock, lambda: list(self._sandboxes.values()), self._expire)
         self._warm = reaping.Warm(self._make_machine, warm)
         self._background: set[asyncio.Task[Any]] = set()
@@ -115,7 +115,7 @@ class Engine(interfaces.Backend):
             self._names[spec.full_name] = sandbox_id
             self._coming[spec.full_name] = asyncio.Event()
         self._creating += 1
-        lent = None
+        lent = given = None
         try:
             if spec.workspace is not None:
                 lent = await asyncio.to_thread(
@@ -128,7 +128,8 @@ class Engine(interfaces.Backend):
                 )
             elif rules.files.read or rules.files.write:
                 lent = await asyncio.to_thread(self._workspaces.show, rules=rules)
-            bound = {**self._networks.environment(rules.network), **spec.env}
+            given = await self._networks.bind(spec, rules, sandbox_id)
+            bound = {**given.env, **spec.env}
             kept = None if start is None else self._shelf.place(start.id)
             warm = await self._warm.take(spec, rules, bound) if image is None else None
             machine = warm or await self._make_machine(
@@ -146,7 +147,7 @@ class Engine(interfaces.Backend):
                 lent,
             )
             made.layers = layers
-            await self._connect(made)
+            await self._connect(made, given)
             self._sandboxes[sandbox_id] = made
         except BaseException:
             self._names.pop(spec.full_name or "", None)
@@ -155,6 +156,8 @@ class Engine(interfaces.Backend):
             raise
         finally:
             self._creating -= 1
+            if given is not None:
+                given.close()
             if spec.full_name is not None:
                 self._coming.pop(spec.full_name).set()
         if self._audit is not None and self._audit.problem is not None:
@@ -252,12 +255,12 @@ class Engine(interfaces.Backend):
         machine = sandbox.machine
         machine.ended.add_done_callback(lambda future: self._machine_ended(sandbox, machine, future))
 
-    async def _connect(self, made: sandboxes.Sandbox) -> None:
+    async def _connect(self, made: sandboxes.Sandbox, given: network.Bound) -> None:
         """Its network, if its rules give it one; without it the sandbox is not made."""
         if made.rules.network.mode == "off":
             return
         try:
-            await self._networks.attach(made)
+            await self._networks.attach(made, given)
         except BaseException:
             await made.machine.kill("its network could not be made")
             raise
@@ -436,14 +439,17 @@ class Engine(interfaces.Backend):
 
     async def _renew(self, found: sandboxes.Sandbox, kept: str, reason: str) -> None:
         """Another machine for a sandbox, with files that were kept. The one before ends when the new one is there."""
-        bound = {**self._networks.environment(found.rules.network), **found.spec.env}
-        spec = msgspec.structs.replace(found.spec, env=bound)
-        machine = await self._make_machine(spec, found.rules, None, kept)
-        before = found.exchange(machine)
-        self._follow(found)
-        await before.kill(reason)
-        await self._networks.detach(found)
-        await self._connect(found)
+        given = await self._networks.bind(found.spec, found.rules, found.id)
+        try:
+            spec = msgspec.structs.replace(found.spec, env={**given.env, **found.spec.env})
+            machine = await self._make_machine(spec, found.rules, None, kept)
+            before = found.exchange(machine)
+            self._follow(found)
+            await before.kill(reason)
+            await self._networks.detach(found)
+            await self._connect(found, given)
+        finally:
+            given.close()
 
     async def fork(self, sandbox: str, count: int = 1) -> builtins.list[model.SandboxInfo]:
         found = self._keepable(sandbox)

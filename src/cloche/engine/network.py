@@ -6,6 +6,10 @@ for this caller or waited for one, and with any step failing there is no sandbox
 
 The egress process is started by the first sandbox that needs it. It may die; then everything attached has no network,
 `fault` says so, and whoever wants to run something there waits for it a little and is refused with `network_unavailable`.
+
+Where rules look into TLS, or secrets are put into requests, the sandbox trusts this engine's authority: a bundle replaces the
+system's, or stands in the home directory where the root is read-only, and variables name it. Values of secrets pass here as a
+sealed memory file that is handed on unread.
 """
 
 from __future__ import annotations
@@ -16,17 +20,38 @@ from collections.abc import Callable
 
 import msgspec
 
-from cloche import errors, events, interfaces, policy
-from cloche.engine import journal, sandboxes
+from cloche import errors, events, interfaces, model, policy
+from cloche.engine import files, journal, sandboxes
 
 _PATIENCE_S = 10.0
+_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+_BUNDLE_AT_HOME = "/home/user/.cloche/ca-certificates.crt"
+
+
+class Bound:
+    """What a sandbox is given for its network: variables and files to see, and credentials that it never sees."""
+
+    def __init__(self, grants: interfaces.Grants, env: dict[str, str], trust: str | None) -> None:
+        self.env = {**env, **grants.env}
+        self.files = grants.files
+        self.credentials = grants.credentials
+        self.trust = trust
+
+    def close(self) -> None:
+        if self.credentials is not None:
+            self.credentials.close()
 
 
 class Networks:
     def __init__(
-        self, make: Callable[[], interfaces.Egress], record: journal.Journal, clock: interfaces.Clock
+        self,
+        make: Callable[[], interfaces.Egress],
+        secrets: Callable[[], interfaces.Secrets],
+        record: journal.Journal,
+        clock: interfaces.Clock,
     ) -> None:
         self._make = make
+        self._secrets = secrets
         self._journal = record
         self._clock = clock
         self._egress: interfaces.Egress | None = None
@@ -47,28 +72,49 @@ class Networks:
         if network.mode != "off":
             self.egress.check(network)
 
-    def environment(self, network: policy.Network) -> dict[str, str]:
-        return self.egress.environment() if network.mode != "off" else {}
+    async def bind(self, spec: model.SandboxSpec, rules: policy.Merged, sandbox_id: str) -> Bound:
+        """What there is to give before the sandbox is made; whoever gets it closes it."""
+        if rules.network.mode == "off":
+            if spec.secrets:
+                raise errors.error(
+                    "argument_invalid",
+                    "secrets are put into requests on their way out, and the network is off",
+                    hint="allow the hosts that they are bound to",
+                )
+            return Bound(interfaces.Grants({}, {}, None), {}, None)
+        grants = interfaces.Grants({}, {}, None)
+        if spec.secrets:
+            grants = await asyncio.to_thread(lambda: self._secrets().grants(spec.secrets, sandbox_id))
+        trust = _bundle_path(rules) if spec.secrets or self.egress.sees_inside(rules.network) else None
+        return Bound(grants, self.egress.environment(trust), trust)
 
-    async def start(self) -> None:
-        await self.egress.start()
-
-    async def attach(self, sandbox: sandboxes.Sandbox) -> None:
+    async def attach(self, sandbox: sandboxes.Sandbox, bound: Bound) -> None:
         """Give a sandbox the network of its rules; raises and has given nothing if any part is missing."""
         network = sandbox.rules.network
         machine = sandbox.machine
+        if bound.trust is not None:
+            await self._place_bundle(machine, bound.trust)
+        for path, content in bound.files.items():
+            await files.write(machine, path, content, mode=0o600)
         made = await machine.capture()
         self._attached[sandbox.id] = sandbox
         try:
-            await self.egress.attach(sandbox.id, made, network)
+            await self.egress.attach(
+                sandbox.id, made, network, trusted=bound.trust is not None, credentials=bound.credentials
+            )
         except BaseException:
             del self._attached[sandbox.id]
             raise
         finally:
             for _, fd in made.sockets:
                 os.close(fd)
+        sandbox.trust = bound.trust
         missing = (*machine.isolation.missing, made.note) if made.note else machine.isolation.missing
         machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode, missing=missing)
+
+    async def _place_bundle(self, machine: interfaces.Machine, path: str) -> None:
+        user = "root" if path == _BUNDLE and machine.isolation.uid_range else "user"
+        await files.write(machine, path, await self.egress.trust(), user=user, mode=0o644)
 
     async def update(self, sandbox: sandboxes.Sandbox, network: policy.Network) -> None:
         """New rules for a live sandbox, in force when this returns."""
@@ -77,15 +123,27 @@ class Networks:
         sandbox.rules = msgspec.structs.replace(before, network=network)
         try:
             if sandbox.id in self._attached:
-                await self.egress.update(sandbox.id, network)
-                machine = sandbox.machine
-                machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode)
+                await self._renew(sandbox, network)
             elif network.mode != "off":
-                await self.attach(sandbox)
-                await sandbox.machine.set_environment({**self.environment(network), **sandbox.spec.env})
+                bound = await self.bind(sandbox.spec, sandbox.rules, sandbox.id)
+                try:
+                    await self.attach(sandbox, bound)
+                finally:
+                    bound.close()
+                await sandbox.machine.set_environment({**bound.env, **sandbox.spec.env})
         except BaseException:
             sandbox.rules = before
             raise
+
+    async def _renew(self, sandbox: sandboxes.Sandbox, network: policy.Network) -> None:
+        machine = sandbox.machine
+        if sandbox.trust is None and self.egress.sees_inside(network):
+            path = _bundle_path(sandbox.rules)
+            await self._place_bundle(machine, path)
+            await machine.set_environment({**self.egress.environment(path), **sandbox.spec.env})
+            sandbox.trust = path
+        await self.egress.update(sandbox.id, network, trusted=sandbox.trust is not None)
+        machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode)
 
     async def detach(self, sandbox: sandboxes.Sandbox) -> None:
         if self._attached.pop(sandbox.id, None) is not None:
@@ -142,6 +200,10 @@ class Networks:
         self._back.clear()
         for sandbox in self._attached.values():
             sandbox.faulted(f"network_unavailable: {reason}")
+
+
+def _bundle_path(rules: policy.Merged) -> str:
+    return _BUNDLE if rules.files.root == "overlay" else _BUNDLE_AT_HOME
 
 
 def difference(before: policy.Network, after: policy.Network) -> tuple[str, ...]:

@@ -36,6 +36,8 @@ class Sandbox:
         self.reason: str | None = None
         self.count = 0
         self.workspace = workspace
+        self.trust: str | None = None
+        """Where the bundle stands that has our authority in it; None where nothing of its TLS is looked into."""
         self.snapshot = spec.snapshot
         """Whose files it has, and has changed since."""
         self._changing = asyncio.Lock()

@@ -55,6 +55,7 @@ class Shape(TypedDict, total=False):
     allow: list[str] | None
     deny: list[str] | None
     resolve: dict[str, str] | None
+    secrets: list[str] | None
     minimum_isolation: model.Level | None
     driver: str | None
     stay: bool
@@ -417,6 +418,7 @@ class AsyncSandbox(Handle):
         allow: list[str] | None = None,
         deny: list[str] | None = None,
         resolve: dict[str, str] | None = None,
+        secrets: list[str] | None = None,
         minimum_isolation: model.Level | None = None,
         driver: str | None = None,
         stay: bool = False,
@@ -441,6 +443,7 @@ class AsyncSandbox(Handle):
             "driver": driver,
             "labels": labels,
             "policy": _policy(policy, network, allow=allow, deny=deny, resolve=resolve),
+            "secrets": secrets,
             "stay": stay,
             "snapshot": None if snapshot is None else _id_of(snapshot),
         }

@@ -168,7 +168,7 @@ def make_engine(home: str, driver: interfaces.Driver) -> engine.Engine:
     config = settings.Settings(home=home)
     return engine.Engine(
         config, store.Store(":memory:"), [(driver.name, lambda: driver)], owner=wiring.owner(),
-        interpreters=wiring.interpreters(), workspaces=workspaces.LocalWorkspaces(home, {}), egress=wiring.egress,
+        interpreters=wiring.interpreters(), workspaces=workspaces.LocalWorkspaces(home, {}), egress=lambda: wiring.egress(settings.Settings(home=home)),
         secrets=lambda: wiring.secrets(config),
         policies=lambda workspace: policy.Sources(),
     )  # fmt: skip
