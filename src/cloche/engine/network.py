@@ -85,6 +85,7 @@ class Networks:
         grants = interfaces.Grants({}, {}, None)
         if spec.secrets:
             grants = await asyncio.to_thread(lambda: self._secrets().grants(spec.secrets, sandbox_id))
+            _refuse_both(grants, spec.env)
         trust = _bundle_path(rules) if spec.secrets or self.egress.sees_inside(rules.network) else None
         return Bound(grants, self.egress.environment(trust), trust)
 
@@ -95,7 +96,7 @@ class Networks:
         if bound.trust is not None:
             await self._place_bundle(machine, bound.trust)
         for path, content in bound.files.items():
-            await files.write(machine, path, content, mode=0o600)
+            await files.write(machine, _expanded(path), content, mode=0o600)
         made = await machine.capture()
         self._attached[sandbox.id] = sandbox
         try:
@@ -204,6 +205,24 @@ class Networks:
 
 def _bundle_path(rules: policy.Merged) -> str:
     return _BUNDLE if rules.files.root == "overlay" else _BUNDLE_AT_HOME
+
+
+def _refuse_both(grants: interfaces.Grants, env: dict[str, str]) -> None:
+    """A variable that a secret and the caller set: either choice would be a surprise, and one of them leaks a value."""
+    both = sorted(set(grants.env) & set(env))
+    if not both:
+        return
+    if grants.credentials is not None:
+        grants.credentials.close()
+    raise errors.error(
+        "environment_invalid",
+        f"{both[0]} is set by the sandbox's environment and by a secret",
+        hint="leave it to the secret: its placeholder stands for the value",
+    )
+
+
+def _expanded(path: str) -> str:
+    return f"/home/user/{path[2:]}" if path.startswith("~/") else path
 
 
 def difference(before: policy.Network, after: policy.Network) -> tuple[str, ...]:
