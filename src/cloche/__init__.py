@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         Exited,
         FileEvent,
         FileInfo,
+        ImageInfo,
+        ImageProgress,
         Isolation,
         Limit,
         Output,
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
     from cloche.policy import Policy
     from cloche.sdk.sandboxes import (
         AsyncContext,
+        AsyncImage,
         AsyncProcess,
         AsyncSandbox,
         AsyncSnapshot,
     )
     from cloche.sdk.sync import (
         Context,
+        Image,
         Process,
         Sandbox,
         Snapshot,
@@ -59,6 +63,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncContext",
+    "AsyncImage",
     "AsyncProcess",
     "AsyncSandbox",
     "AsyncSnapshot",
@@ -77,6 +82,9 @@ __all__ = [
     "Exited",
     "FileEvent",
     "FileInfo",
+    "Image",
+    "ImageInfo",
+    "ImageProgress",
     "InternalError",
     "InvalidInput",
     "Isolation",
@@ -107,12 +115,12 @@ _HOMES = {
     ),
     "cloche.model": (
         "CodeError CodeResult ContextInfo Denial Denied ExecResult ExecutionInfo Exited FileEvent "
-        "FileInfo Isolation Limit Output SandboxInfo SandboxUsage StreamEvent Truncated"
+        "FileInfo ImageInfo ImageProgress Isolation Limit Output SandboxInfo SandboxUsage StreamEvent Truncated"
     ),
     "cloche.policy": "Policy",
     "cloche.stock": "SnapshotInfo",
-    "cloche.sdk.sandboxes": "AsyncContext AsyncProcess AsyncSandbox AsyncSnapshot",
-    "cloche.sdk.sync": "Context Process Sandbox Snapshot run",
+    "cloche.sdk.sandboxes": "AsyncContext AsyncImage AsyncProcess AsyncSandbox AsyncSnapshot",
+    "cloche.sdk.sync": "Context Image Process Sandbox Snapshot run",
 }
 
 

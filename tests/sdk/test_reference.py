@@ -38,6 +38,7 @@ def methods():
         sync.Context,
         sync.Contexts,
         sync.Snapshot,
+        sync.Image,
     )
     for kind in kinds:
         yield from (f"{kind.__name__}.{name}" for name in vars(kind) if not name.startswith("_"))

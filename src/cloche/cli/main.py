@@ -46,6 +46,7 @@ VERBS: dict[str, Verb] = {
     "key": Verb("keys", "the keys of the server: create, list, revoke"),
     "secret": Verb("secrets", "credentials that sandboxes use and never see"),
     "policy": Verb("policies", "what a sandbox may touch, and which rule says so"),
+    "image": Verb("images", "what sandboxes start from: pull, build, list, remove"),
     "gc": Verb("upkeep", "remove what dead engines left behind"),
     "doctor": Verb("doctor", "what this host can do, and what would improve it"),
     "version": Verb("upkeep", "the version of Cloche"),

@@ -277,6 +277,10 @@ class Engine(interfaces.Backend):
             "sandbox_not_found", f"there is no sandbox {sandbox!r}", hint="`cloche list` shows what is there"
         )
 
+    async def cool(self) -> None:
+        """End the sandboxes that wait for nobody yet."""
+        await self._warm.close()
+
     def machine_of(self, sandbox: str) -> interfaces.Machine:
         return self._find(sandbox).machine
 

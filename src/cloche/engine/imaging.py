@@ -65,7 +65,11 @@ class Imaging:
         return await asyncio.to_thread(self.source.find, reference)
 
     async def remove(self, reference: str) -> model.ImageInfo:
-        return await asyncio.to_thread(self.source.remove, reference)
+        try:
+            return await asyncio.to_thread(self.source.remove, reference)
+        except errors.Conflict:
+            await self._engine.cool()  # one that only waits for somebody is no reason to keep an image
+            return await asyncio.to_thread(self.source.remove, reference)
 
     async def collect(self) -> list[model.ImageInfo]:
         return await asyncio.to_thread(self.source.collect)
@@ -74,6 +78,7 @@ class Imaging:
         async def work(progress: interfaces.Progress) -> model.ImageInfo:
             image = await self.source.resolve(reference, progress, fresh=True)
             image.release()
+            await self._engine.cool()  # what waits may be of what the reference meant before
             return image.info
 
         return _told(work)

@@ -8,7 +8,7 @@ property, and `list` last in its class, because after it the name means the meth
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
+Progress = Callable[[model.ImageProgress], object]
+"""Called with every word about an image that is being made."""
 
 Timeout = float | None | Literal["default"]
 """Seconds, None for without end, or what the settings say."""
@@ -388,6 +391,62 @@ class AsyncSnapshot(Handle):
         return await portal.bridge(_list_snapshots(tag, server, home), home)
 
 
+class AsyncImage(Handle):
+    """What sandboxes start from: `AsyncSandbox(image=...)`. The functions work on the images of a server, or of this process."""
+
+    @classmethod
+    async def pull(
+        cls, reference: str, *, progress: Progress | None = None, server: str | None = None
+    ) -> model.ImageInfo:
+        """Fetch what a reference means now, and unpack it; `progress` is called with what happens."""
+        home = portal.get()
+        wanted = model.absolute_image(reference)
+        return await portal.bridge(_make_image(lambda b: b.pull_image(wanted), progress, server, home), home)
+
+    @classmethod
+    async def build(
+        cls,
+        recipe: dict[str, Any] | str | os.PathLike[str],
+        directory: str | None = None,
+        *,
+        progress: Progress | None = None,
+        server: str | None = None,
+    ) -> model.ImageInfo:
+        """Make the image of a recipe: data, or the path of a YAML file. Copies come from `directory`, by default the file's,
+        else the current one."""
+        home = portal.get()
+        given, place = _recipe(recipe, directory)
+        return await portal.bridge(
+            _make_image(lambda b: b.build_image(given, place), progress, server, home), home
+        )
+
+    @classmethod
+    async def get(cls, reference: str, *, server: str | None = None) -> model.ImageInfo:
+        """An image that is here."""
+        home = portal.get()
+        wanted = model.absolute_image(reference)
+        return await portal.bridge(_with(lambda b: b.image(wanted), server, home), home)
+
+    @classmethod
+    async def remove(cls, reference: str, *, server: str | None = None) -> model.ImageInfo:
+        """Remove an image; `image_in_use` while a sandbox is made of it."""
+        home = portal.get()
+        wanted = model.absolute_image(reference)
+        return await portal.bridge(_with(lambda b: b.remove_image(wanted), server, home), home)
+
+    @classmethod
+    async def gc(cls, *, server: str | None = None) -> list[model.ImageInfo]:
+        """Remove what is half-made, and beyond `images.max_mib` what was not used for longest; what went."""
+        home = portal.get()
+        return await portal.bridge(_with(lambda b: b.gc_images(), server, home), home)
+
+    @classmethod
+    async def list(cls, *, server: str | None = None) -> list[model.ImageInfo]:
+        """The images that are here, most recently used first."""
+        home = portal.get()
+        return await portal.bridge(_with(lambda b: b.images(), server, home), home)
+
+
 class AsyncSandbox(Handle):
     """One sandbox. `await AsyncSandbox.create(...)`, or `async with AsyncSandbox(...) as box`, which deletes it.
 
@@ -731,6 +790,44 @@ async def _list_snapshots(
     tag: str | None, server: str | None, home: portal.Portal
 ) -> list[stock.SnapshotInfo]:
     return await (await connecting.connect(server, home)).snapshots(tag)
+
+
+async def _with(
+    ask: Callable[[interfaces.Backend], Coroutine[Any, Any, T]], server: str | None, home: portal.Portal
+) -> T:
+    return await ask(await connecting.connect(server, home))
+
+
+def _recipe(
+    recipe: dict[str, Any] | str | os.PathLike[str], directory: str | None
+) -> tuple[dict[str, Any] | str, str]:
+    """A recipe as it is sent, and where its copies come from."""
+    if isinstance(recipe, dict):
+        return recipe, os.path.abspath(directory or ".")
+    path = os.path.abspath(recipe)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as problem:
+        cause = getattr(problem, "strerror", None) or "it is not UTF-8"
+        raise errors.error(
+            "recipe_invalid", f"{path!r} cannot be read: {cause}", hint="check the path"
+        ) from None
+    return text, os.path.abspath(directory or os.path.dirname(path))
+
+
+async def _make_image(
+    begin: Callable[[interfaces.Backend], AsyncIterator[model.ImageProgress]],
+    progress: Progress | None,
+    server: str | None,
+    home: portal.Portal,
+) -> model.ImageInfo:
+    async for said in begin(await connecting.connect(server, home)):
+        if progress is not None:
+            progress(said)
+        if said.image is not None:
+            return said.image
+    raise errors.error("internal_error", "the image was not made, and nothing was said why")
 
 
 def _id_of(noun: str | Identified) -> str:

@@ -6,13 +6,14 @@ used from any thread, and inside a running event loop (a notebook), which they b
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from cloche import model
 from cloche.policy import Merged, Mode, Policy
 from cloche.sdk import portal, sandboxes
-from cloche.sdk.sandboxes import Identified, Shape, Timeout
+from cloche.sdk.sandboxes import Identified, Progress, Shape, Timeout
 
 if TYPE_CHECKING:
     from cloche import stock
@@ -281,6 +282,53 @@ class Snapshot(Handle):
     def list(cls, *, tag: str | None = None, server: str | None = None) -> list[stock.SnapshotInfo]:
         """The snapshots there are, oldest first; with `tag`, those that have it."""
         return portal.run(sandboxes.AsyncSnapshot.list(tag=tag, server=server))
+
+
+class Image(Handle):
+    """What sandboxes start from: `Sandbox(image=...)`. The functions work on the images of a server, or of this process."""
+
+    _async: sandboxes.AsyncImage
+
+    @classmethod
+    def pull(
+        cls, reference: str, *, progress: Progress | None = None, server: str | None = None
+    ) -> model.ImageInfo:
+        """Fetch what a reference means now, and unpack it; `progress` is called with what happens."""
+        return portal.run(sandboxes.AsyncImage.pull(reference, progress=progress, server=server))
+
+    @classmethod
+    def build(
+        cls,
+        recipe: dict[str, Any] | str | os.PathLike[str],
+        directory: str | None = None,
+        *,
+        progress: Progress | None = None,
+        server: str | None = None,
+    ) -> model.ImageInfo:
+        """Make the image of a recipe: data, or the path of a YAML file. Copies come from `directory`, by default the file's,
+        else the current one.
+        """
+        return portal.run(sandboxes.AsyncImage.build(recipe, directory, progress=progress, server=server))
+
+    @classmethod
+    def get(cls, reference: str, *, server: str | None = None) -> model.ImageInfo:
+        """An image that is here."""
+        return portal.run(sandboxes.AsyncImage.get(reference, server=server))
+
+    @classmethod
+    def remove(cls, reference: str, *, server: str | None = None) -> model.ImageInfo:
+        """Remove an image; `image_in_use` while a sandbox is made of it."""
+        return portal.run(sandboxes.AsyncImage.remove(reference, server=server))
+
+    @classmethod
+    def gc(cls, *, server: str | None = None) -> list[model.ImageInfo]:
+        """Remove what is half-made, and beyond `images.max_mib` what was not used for longest; what went."""
+        return portal.run(sandboxes.AsyncImage.gc(server=server))
+
+    @classmethod
+    def list(cls, *, server: str | None = None) -> list[model.ImageInfo]:
+        """The images that are here, most recently used first."""
+        return portal.run(sandboxes.AsyncImage.list(server=server))
 
 
 class Sandbox(Handle):
