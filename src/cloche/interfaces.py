@@ -756,7 +756,16 @@ class Store(ABC):
     """The durable nouns and the journal. Methods block; callers in an event loop use a thread."""
 
     @abstractmethod
-    def put_sandbox(self, info: model.SandboxInfo) -> None: ...
+    def put_sandbox(self, info: model.SandboxInfo, spec: model.SandboxSpec | None = None) -> None:
+        """Insert or replace; with `spec`, an archived one can be brought back by."""
+
+    @abstractmethod
+    def archived(self) -> list[tuple[model.SandboxInfo, model.SandboxSpec]]:
+        """Oldest first."""
+
+    @abstractmethod
+    def take_over(self, sandbox: str, owner: str, by: str) -> bool:
+        """Give an archived sandbox of one engine to another; False if it is not there any more."""
 
     @abstractmethod
     def sandboxes(self, *, live_only: bool = False) -> list[model.SandboxInfo]: ...

@@ -368,6 +368,8 @@ class SandboxInfo(Noun, frozen=True, kw_only=True):
     profile: str
     created_at: float
     expires_at: float | None
+    timeout_s: float | None = None
+    """How long it was given to live when it was made or last extended."""
     idle_timeout_s: float | None
     isolation: Isolation
     limits: dict[str, Limit]

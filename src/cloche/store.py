@@ -109,18 +109,42 @@ class Store(interfaces.Store):
 
     # ── sandboxes ──────────────────────────────────────────────────────────────────────────────
 
-    def put_sandbox(self, info: model.SandboxInfo, *, now: float | None = None) -> None:
+    def put_sandbox(
+        self, info: model.SandboxInfo, spec: model.SandboxSpec | None = None, *, now: float | None = None
+    ) -> None:
         """Insert or replace. A name that another live sandbox of the tenant has is `name_conflict`."""
         ended_at = None if info.phase in LIVE else (time.time() if now is None else now)
+        row = (info.id, info.tenant or TENANT, info.name, info.owner, info.phase, ended_at, _dump(info))
         with self._transaction(f"the name {info.name!r} is taken by another sandbox") as db:
             db.execute(
-                """INSERT INTO sandboxes (id, tenant, name, owner, phase, ended_at, info)
-                   VALUES (?, ?, ?, ?, ?, ?, ?)
+                """INSERT INTO sandboxes (id, tenant, name, owner, phase, ended_at, info, spec)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?)
                    ON CONFLICT (id) DO UPDATE SET name = excluded.name, owner = excluded.owner,
-                   phase = excluded.phase, info = excluded.info, ended_at = CASE
+                   phase = excluded.phase, info = excluded.info, spec = excluded.spec, ended_at = CASE
                    WHEN excluded.ended_at IS NOT NULL THEN COALESCE(sandboxes.ended_at, excluded.ended_at) END""",
-                (info.id, info.tenant or TENANT, info.name, info.owner, info.phase, ended_at, _dump(info)),
+                (*row, None if spec is None else _dump(spec)),
             )
+
+    def archived(self) -> list[tuple[model.SandboxInfo, model.SandboxSpec]]:
+        rows = self._query(
+            "SELECT info, spec, owner FROM sandboxes WHERE phase = 'archived' AND spec IS NOT NULL"
+        )
+        found = [
+            (
+                msgspec.structs.replace(self._load(info, model.SandboxInfo), owner=owner),
+                self._load(spec, model.SandboxSpec),
+            )
+            for info, spec, owner in rows
+        ]
+        return sorted(found, key=lambda pair: (pair[0].created_at, pair[0].id))
+
+    def take_over(self, sandbox: str, owner: str, by: str) -> bool:
+        with self._transaction() as db:
+            done = db.execute(
+                "UPDATE sandboxes SET owner = ? WHERE id = ? AND owner = ? AND phase = 'archived'",
+                (by, sandbox, owner),
+            )
+            return done.rowcount == 1
 
     def sandboxes(self, *, live_only: bool = False, tenant: str | None = None) -> list[model.SandboxInfo]:
         """Oldest first; of every tenant unless one is named."""

@@ -44,15 +44,33 @@ async def main():
 asyncio.run(main())
 """
 
+# The same with many, and all of them paused.
+SLEEPERS = """
+import asyncio, os, sys
+from cloche import model, wiring
+
+async def main():
+    engine = wiring.make_engine(os.environ)
+    for number in range(50):
+        made = await engine.create(model.SandboxSpec(timeout_s=None))
+        await engine.start(made.id, model.ExecRequest(command=f"echo; exec -a {sys.argv[1]} sleep 1000"))
+        await engine.exec(made.id, model.ExecRequest(command=f"until pgrep -f ^{sys.argv[1]}; do :; done"))
+        await engine.suspend(made.id)
+    print("ready", flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
 
 class Victim:
     """An engine in a process of its own, with everything that it started."""
 
-    def __init__(self, home: Path, marker: str) -> None:
+    def __init__(self, home: Path, marker: str, program: str = VICTIM) -> None:
         self.marker = marker
         environment = {**os.environ, "CLOCHE_HOME": str(home), "CLOCHE_KEEPER": "off"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", VICTIM, marker], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            [sys.executable, "-c", program, marker], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             text=True, start_new_session=True,
         )  # fmt: skip
 
@@ -167,6 +185,43 @@ def test_nothing_survives_sigkill(tmp_path: Path, whom: list[str]) -> None:
     sweep(tmp_path)
     assert own_groups(victim.process.pid) == []
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == kept
+
+
+def test_nothing_survives_of_fifty_that_stand_still(tmp_path: Path) -> None:
+    victim = Victim(tmp_path, f"cloche-victim-{random.getrandbits(48):x}", SLEEPERS)
+    try:
+        victim.wait_for("ready")
+        watches = victim.watches()
+        assert len(watches) == 50
+        kill(victim, ["engine", "launcher"])
+        assert all_gone(watches)
+        assert victim.watches() == []
+    finally:
+        victim.finish()
+    sweep(tmp_path)
+    assert own_groups(victim.process.pid) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys/fs/cgroup/freezer"), reason="no freezer of version 1 here")
+@pytest.mark.skipif(os.geteuid() != 0, reason="groups of version 1 are root's")
+@pytest.mark.parametrize("whom", [["engine"], ["engine", "launcher"]], ids="+".join)
+def test_what_the_first_freezer_froze_is_thawed(tmp_path: Path, whom: list[str]) -> None:
+    """By the launcher when its engine is gone, by the next sweep when the launcher is too."""
+    only_first = "from cloche.linux import cgroups\ncgroups._version_2 = lambda *_: cgroups.Controller('unified', reason='')\n"
+    victim = Victim(tmp_path, f"cloche-victim-{random.getrandbits(48):x}", only_first + VICTIM)
+    try:
+        victim.wait_for("ready")
+        watches = victim.watches()
+        assert len(watches) == 6
+        kill(victim, whom)
+        victim.process.wait()
+        if "launcher" in whom:
+            sweep(tmp_path)
+        assert all_gone(watches)
+    finally:
+        victim.finish()
+    sweep(tmp_path)
+    assert own_groups(victim.process.pid) == []
 
 
 @pytest.mark.parametrize("seed", range(ROUNDS))

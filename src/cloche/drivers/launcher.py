@@ -84,7 +84,8 @@ class Launcher:
 
     def clean_up(self) -> None:
         """The engine is gone. The kernel would end every sandbox with this process; their groups it would not remove."""
-        for pid in self.children:
+        for pid, files in self.groups.items():
+            _thaw(files)
             os.kill(pid, signal.SIGKILL)
         for pid in self.children:
             os.waitpid(pid, 0)
@@ -93,7 +94,7 @@ class Launcher:
                 try:
                     os.rmdir(os.path.dirname(file))
                 except OSError:
-                    continue  # removed already, or frozen by version 1: the next engine's sweep has it
+                    continue  # removed already, or still busy: the next engine's sweep has it
 
     def prepare_something(self) -> None:
         """One thing that the next sandbox will need, while nothing is asked."""
@@ -389,6 +390,16 @@ def _join(paths: "list[str]") -> None:
     for path in paths:
         with open(path, "wb", buffering=0) as file:
             file.write(b"0")
+
+
+def _thaw(paths: "list[str]") -> None:
+    """A task that was frozen by version 1 does not die on SIGKILL."""
+    for path in paths:
+        try:
+            with open(os.path.dirname(path) + "/freezer.state", "wb", buffering=0) as file:
+                file.write(b"THAWED")
+        except OSError:
+            continue  # no freezer of version 1
 
 
 def _keep_only(*kept: int) -> None:

@@ -20,10 +20,11 @@ import msgspec
 from cloche import errors, events, interfaces, model, policy, settings
 from cloche.engine import contexts as code_contexts
 from cloche.engine import execution, files, imaging, journal, network, placement, reaping, refusals, sandboxes
+from cloche.lifecycle import suspending
 
 if TYPE_CHECKING:
     from cloche import stock
-    from cloche.engine import snapshots
+    from cloche.engine import archiving, snapshots
 
 SUSPENSIONS = ("pause", "hibernate", "archive")
 _MOST_FORKS = 1000
@@ -82,7 +83,9 @@ class Engine(interfaces.Backend):
         self._audit = audit
         self._journal = journal.Journal(store, audit)
         self._networks = network.Networks(egress, self._secrets, self._journal, self._clock)
-        self._reaper = reaping.Reaper(self._clock, lambda: list(self._sandboxes.values()), self._expire)
+        self._reaper = reaping.Reaper(
+            self._clock, lambda: list(self._sandboxes.values()), self._expire, self._rest
+        )
         self._warm = reaping.Warm(self._make_machine, warm)
         self._background: set[asyncio.Task[Any]] = set()
         self._swept = False
@@ -105,6 +108,8 @@ class Engine(interfaces.Backend):
         spec = policy.bound(rules, spec)
         policy.check_secrets(rules, spec.secrets)
         self._networks.check(rules.network)
+        if spec.full_name is not None and spec.full_name not in self._names:
+            self._adopt(spec.full_name)
         while spec.full_name is not None and spec.full_name in self._names:
             if spec.full_name not in self._coming:
                 return self._same(spec)
@@ -135,17 +140,7 @@ class Engine(interfaces.Backend):
             machine = warm or await self._make_machine(
                 msgspec.structs.replace(spec, env=bound), rules, lent, kept, image
             )
-            made = sandboxes.Sandbox(
-                sandbox_id,
-                spec,
-                rules,
-                machine,
-                self.settings.limits,
-                self._directory,
-                self._clock,
-                self._interpreters,
-                lent,
-            )
+            made = self._known(sandbox_id, spec, rules, machine, lent)
             made.layers = layers
             await self._connect(made, given)
             self._sandboxes[sandbox_id] = made
@@ -273,6 +268,9 @@ class Engine(interfaces.Backend):
             raise errors.error(
                 "sandbox_lost", f"sandbox {sandbox} has ended: {self._ended[sandbox]}", hint="create another"
             )
+        adopted = self._adopt(sandbox)
+        if adopted is not None:
+            return adopted
         raise errors.error(
             "sandbox_not_found", f"there is no sandbox {sandbox!r}", hint="`cloche list` shows what is there"
         )
@@ -288,7 +286,8 @@ class Engine(interfaces.Backend):
         return self._find(sandbox).info(server=self.where, owner=self.owner)
 
     async def list(self) -> builtins.list[model.SandboxInfo]:
-        return [s.info(server=self.where, owner=self.owner) for s in self._sandboxes.values()]
+        live = [s.info(server=self.where, owner=self.owner) for s in self._sandboxes.values()]
+        return live + [info for info, _ in await asyncio.to_thread(self._archive.orphans)]
 
     async def delete(self, sandbox: str) -> None:
         await self._end(self._find(sandbox), "asked", "deleted")
@@ -325,6 +324,9 @@ class Engine(interfaces.Backend):
         policy.check_timeout(found.rules, timeout_s)
         found.extend(timeout_s)
         self._reaper.look_again(found)
+        if found.phase == "archived":
+            info = found.info(server=self.where, owner=self.owner)
+            await asyncio.to_thread(self._store.put_sandbox, info, found.spec)
         self._journal.append(
             events.Extended(
                 sandbox=found.id, time=self._clock.time(), actor=self._actor, expires_at=found.expires_at
@@ -373,14 +375,126 @@ class Engine(interfaces.Backend):
                 f"the driver {found.machine.isolation.driver!r} cannot keep a sandbox's memory on disk",
                 hint="use mode='pause' (memory stays where it is) or mode='archive' (files only)",
             )
-        await found.pause()
-        self._journal.append(events.Paused(sandbox=found.id, time=self._clock.time(), actor=self._actor))
+        await self._suspend(found, mode)
         return found.info(server=self.where, owner=self.owner)
+
+    async def _suspend(self, found: sandboxes.Sandbox, mode: str, *, asked: bool = True) -> None:
+        now = self._clock.time
+        if mode == "pause":
+            if found.phase == "archived":
+                raise errors.error(
+                    "sandbox_stopped",
+                    f"sandbox {found.id} is archived, and has no memory to keep",
+                    hint="resume it first",
+                )
+            if await found.pause(asked=asked):
+                self._journal.append(events.Paused(sandbox=found.id, time=now(), actor=self._actor))
+        elif await self._put_away(found, asked=asked):
+            self._journal.append(events.Archived(sandbox=found.id, time=now(), actor=self._actor))
+
+    def _rest(self, found: sandboxes.Sandbox, rung: suspending.Rung) -> None:
+        """A rung of a sandbox's ladder has come."""
+        found.resting = True
+        self._spawn(self._suspend_idle(found, rung), f"{rung} {found.id}")
+
+    async def _suspend_idle(self, found: sandboxes.Sandbox, rung: suspending.Rung) -> None:
+        try:
+            await self._suspend(found, rung, asked=False)
+        except errors.ClocheError as problem:
+            # It would be tried again at once, for ever: better said once.
+            found.ladder = model.Ladder()
+            said = f"it is not suspended when idle: {problem.message}"
+            found.machine.warnings = (*found.machine.warnings, said)
+        finally:
+            found.resting = False
+            self._reaper.look_again(found)
+
+    # ── archived ones ───────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def _archive(self) -> archiving.Archive:
+        from cloche.engine import archiving
+
+        return archiving.Archive(self._directory, self._store, self.owner, reaping.owner_lives)
+
+    async def _put_away(self, found: sandboxes.Sandbox, *, asked: bool) -> bool:
+        from cloche.engine import archiving
+
+        self._keepable(found.id)
+        archive = self._archive
+
+        async def keep(machine: interfaces.Machine) -> None:
+            info = found.info(server=self.where, owner=self.owner)
+            await archive.keep(machine, msgspec.structs.replace(info, phase="archived"), found.spec)
+
+        before = await found.put_away(keep, archiving.Absent(found.machine), asked=asked)
+        if before is None:
+            return False
+        found.revive = self._revive
+        await self._networks.detach(found)
+        await before.kill("the sandbox was archived")
+        return True
+
+    async def _revive(self, found: sandboxes.Sandbox) -> None:
+        """A machine for an archived sandbox, with its files."""
+        await self._renew(found, self._archive.place(found.id), "the sandbox was archived")
+        await self._unarchive(found)
+        self._journal.append(events.Resumed(sandbox=found.id, time=self._clock.time(), actor=self._actor))
+
+    async def _unarchive(self, found: sandboxes.Sandbox) -> None:
+        """It lives: what was kept of it is not needed any more."""
+        info = found.info(server=self.where, owner=self.owner)
+        await asyncio.to_thread(self._store.put_sandbox, info, found.spec)
+        await self._archive.forget(found.id)
+
+    def _adopt(self, sandbox: str) -> sandboxes.Sandbox | None:
+        """An archived sandbox that its engine left behind."""
+        from cloche.engine import archiving
+
+        taken = self._archive.adopt(sandbox) if not self._closed else None
+        if taken is None:
+            return None
+        info, spec = taken
+        layers = self._layers(spec)
+        found = self._known(info.id, spec, policy.resolve(layers), archiving.Absent(info))
+        found.layers = layers
+        found.recall(info)
+        found.phase = "archived"
+        self._sandboxes[found.id] = found
+        if spec.full_name is not None:
+            self._names[spec.full_name] = found.id
+        self._reaper.look_again(found)
+        return found
+
+    def _known(
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged, machine: interfaces.Machine,
+        lent: interfaces.Workspace | None = None,
+    ) -> sandboxes.Sandbox:  # fmt: skip
+        made = sandboxes.Sandbox(
+            sandbox_id, spec, rules, machine, self.settings.limits, self._directory, self._clock, self._interpreters,
+            lent,
+        )  # fmt: skip
+        made.revive = self._revive
+        made.on_rest = self._reaper.look_again
+        return made
+
+    async def _sweep_archive(self) -> builtins.list[str]:
+        """Files that no row speaks of, and archived sandboxes whose time came while nobody looked."""
+        swept = await asyncio.to_thread(self._archive.sweep)
+        for info, _ in await asyncio.to_thread(self._archive.orphans):
+            if info.expires_at is not None and info.expires_at <= self._clock.time():
+                found = self._adopt(info.id)
+                if found is not None:
+                    await self._end(found, "expired", "its time was up")
+                    swept.append(info.id)
+        return swept
 
     async def resume(self, sandbox: str) -> model.SandboxInfo:
         found = self._find(sandbox)
+        paused = found.phase == "paused"
         await found.wake()
-        self._journal.append(events.Resumed(sandbox=found.id, time=self._clock.time(), actor=self._actor))
+        if paused:
+            self._journal.append(events.Resumed(sandbox=found.id, time=self._clock.time(), actor=self._actor))
         return found.info(server=self.where, owner=self.owner)
 
     # ── snapshots ───────────────────────────────────────────────────────────────────────────────
@@ -422,6 +536,8 @@ class Engine(interfaces.Backend):
     async def _keep(
         self, found: sandboxes.Sandbox, name: str | None = None, tags: tuple[str, ...] = ()
     ) -> stock.SnapshotInfo:
+        if found.phase == "archived":
+            await found.wake()
         async with found.change(), found.still() as machine:
             return await self._shelf.keep(
                 machine, name=name, tags=tags, sandbox=found.id, parent=found.snapshot, spec=found.spec
@@ -431,8 +547,11 @@ class Engine(interfaces.Backend):
         found = self._keepable(sandbox)
         info = await self._shelf.find(snapshot)
         async with found.change():
+            archived = found.phase == "archived"
             await self._renew(found, self._shelf.place(info.id), f"it was set back to snapshot {info.id}")
             found.snapshot = info.id
+            if archived:
+                await self._unarchive(found)
         self._reaper.look_again(found)
         self._journal.append(
             events.SnapshotRestored(
@@ -447,6 +566,9 @@ class Engine(interfaces.Backend):
         try:
             spec = msgspec.structs.replace(found.spec, env={**given.env, **found.spec.env})
             machine = await self._make_machine(spec, found.rules, None, kept)
+            if found.phase == "lost":  # meanwhile
+                await machine.kill("the sandbox was lost")
+                raise errors.error("sandbox_lost", f"sandbox {found.id} has ended: {found.reason}")
             before = found.exchange(machine)
             self._follow(found)
             await before.kill(reason)
@@ -552,12 +674,16 @@ class Engine(interfaces.Backend):
     # ── endings ─────────────────────────────────────────────────────────────────────────────────
 
     async def _end(self, sandbox: sandboxes.Sandbox, reason: events.EndReason, words: str) -> None:
-        if sandbox.phase == "deleted":
+        async with (
+            sandbox.alone()
+        ):  # a change that is under way is finished first: what it made must end as well
+            before = sandbox.phase
+            if before not in ("deleted", "lost"):
+                sandbox.phase, sandbox.reason = "deleted", words
+                self._forget(sandbox, words)
+        if before in ("deleted", "lost"):
             await asyncio.shield(sandbox.machine.ended)
             return
-        sandbox.phase = "deleted"
-        sandbox.reason = words
-        self._forget(sandbox, words)
         self._journal.append(
             events.Deleted(
                 sandbox=sandbox.id,
@@ -567,10 +693,12 @@ class Engine(interfaces.Backend):
                 executions=sandbox.count,
             )
         )
-        if sandbox.spec.stay:
+        if sandbox.spec.stay or before == "archived":
             await asyncio.to_thread(
                 self._store.put_sandbox, sandbox.info(server=self.where, owner=self.owner)
             )
+        if before == "archived":
+            await self._archive.forget(sandbox.id)
         await sandbox.machine.kill(words)
         sandbox.close()
         await self._networks.detach(sandbox)
@@ -702,6 +830,7 @@ class Engine(interfaces.Backend):
 
     async def write_stdin(self, sandbox: str, execution: str, data: bytes, end: bool = False) -> None:
         running = self._find(sandbox).execution(execution)
+        await self._find(sandbox).wake()
         if data:
             await running.write(data)
         if end:
@@ -713,7 +842,10 @@ class Engine(interfaces.Backend):
     async def signal(self, sandbox: str, execution: str, number: int, tree: bool = False) -> None:
         if not 0 < number < 65:
             raise errors.error("signal_unknown", f"there is no signal {number}")
-        await self._find(sandbox).execution(execution).signal(number, scope="tree" if tree else "group")
+        found = self._find(sandbox)
+        running = found.execution(execution)
+        await found.wake()
+        await running.signal(number, scope="tree" if tree else "group")
 
     async def executions(self, sandbox: str) -> builtins.list[model.ExecutionInfo]:
         return [e.info() for e in self._find(sandbox).executions.values()]
@@ -775,7 +907,7 @@ class Engine(interfaces.Backend):
         self, sandbox: str, path: str, recursive: bool = False, user: str = "user"
     ) -> AsyncIterator[model.FileEvent]:
         model.check_path(path)
-        async with self._find(sandbox).use() as machine:
+        async with self._find(sandbox).use(looking=True) as machine:
             async for event in machine.watch(path, recursive=recursive, user=user):
                 yield event
 
@@ -853,6 +985,7 @@ class Engine(interfaces.Backend):
             raise
         finally:
             found.touch()
+            self._reaper.look_again(found)
             now = self._clock.time()
             self._journal.append(
                 events.Exited(
@@ -937,7 +1070,7 @@ class Engine(interfaces.Backend):
         for driver in self._placement.started:
             swept += await asyncio.to_thread(driver.sweep, set())
         swept += await asyncio.to_thread(self._workspaces.sweep)
-        swept += await self._shelf.sweep()
+        swept += await self._shelf.sweep() + await self._sweep_archive()
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
         for info in lost:
             self._journal.audit(
@@ -977,7 +1110,7 @@ class Engine(interfaces.Backend):
 
     @property
     def live(self) -> int:
-        return len(self._sandboxes)
+        return sum(1 for sandbox in self._sandboxes.values() if sandbox.phase != "archived")
 
     @property
     def _actor(self) -> str:
@@ -994,7 +1127,11 @@ class Engine(interfaces.Backend):
         self._closed = True
         self._reaper.close()
         await asyncio.gather(
-            *(self._end(s, "engine_stopped", "its engine stopped") for s in tuple(self._sandboxes.values()))
+            *(
+                self._end(s, "engine_stopped", "its engine stopped")
+                for s in tuple(self._sandboxes.values())
+                if s.phase != "archived"
+            )
         )
         await self._warm.close()
         await self._placement.close()

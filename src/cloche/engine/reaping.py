@@ -1,4 +1,4 @@
-"""What happens by itself: endings by time and idleness, watched memory, and a warm sandbox kept for the next caller."""
+"""What happens by itself: endings and suspensions by time and idleness, watched memory, and a warm sandbox kept for the next caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from cloche import errors, interfaces, model, policy
 from cloche.engine import sandboxes
-from cloche.lifecycle import expiry
+from cloche.lifecycle import expiry, suspending
 
 _LONGEST_S = 3600.0
 _WATCH_S = 0.5  # how often a watched memory limit is looked at
@@ -22,11 +22,12 @@ class Reaper:
 
     def __init__(
         self, clock: interfaces.Clock, listing: Callable[[], list[sandboxes.Sandbox]],
-        expire: Callable[[sandboxes.Sandbox, str], None],
+        expire: Callable[[sandboxes.Sandbox, str], None], rest: Callable[[sandboxes.Sandbox, suspending.Rung], None],
     ) -> None:  # fmt: skip
         self._clock = clock
         self._listing = listing
         self._expire = expire
+        self._rest = rest
         self._timer: asyncio.TimerHandle | None = None
         self._at = float("inf")
         self._closed = False
@@ -41,8 +42,9 @@ class Reaper:
             return
         looked_at = [changed] if changed is not None and self._timer is not None else self._listing()
         now = self._clock.monotonic()
-        deadline = expiry.next_deadline(s.life for s in looked_at)
-        at = min(deadline if deadline is not None else now + _LONGEST_S, now + _LONGEST_S)
+        ends = expiry.next_deadline(s.life for s in looked_at)
+        rests = suspending.next_deadline(s.rest for s in looked_at if not s.resting)
+        at = min(deadline for deadline in (ends, rests, now + _LONGEST_S) if deadline is not None)
         if any(_watched(s) for s in looked_at):
             at = min(at, now + _WATCH_S)
         if self._timer is not None and self._at <= at:
@@ -63,8 +65,12 @@ class Reaper:
             end = expiry.due(sandbox.life, now)
             if end is not None:
                 self._expire(sandbox, end.reason)
-            elif _watched(sandbox):
+                continue
+            if _watched(sandbox):
                 _check_memory(sandbox)
+            rung = None if sandbox.resting else suspending.due(sandbox.rest, now)
+            if rung is not None:
+                self._rest(sandbox, rung)
 
     def close(self) -> None:
         self._closed = True

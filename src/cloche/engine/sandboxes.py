@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from cloche import errors, interfaces, model, policy, settings
 from cloche.engine import contexts, execution
-from cloche.lifecycle import expiry
+from cloche.lifecycle import expiry, suspending
 
 _MOST_FINISHED = 200  # executions remembered after their end
 _PATIENCE_S = 0.5
@@ -40,7 +40,15 @@ class Sandbox:
         """Where the bundle stands that has our authority in it; None where nothing of its TLS is looked into."""
         self.snapshot = spec.snapshot
         """Whose files it has, and has changed since."""
+        self.ladder = spec.ladder
+        self.resting = False
+        """Whether a rung of the ladder is being taken."""
+        self.revive: Callable[[Sandbox], Awaitable[None]] = _cannot_revive
+        self.on_rest: Callable[[Sandbox], None] = lambda _: None
+        """Called when a request that needed the sandbox is done."""
+        self._asked = False
         self._changing = asyncio.Lock()
+        self._uses = 0
         self._writes = 0
         self._written = asyncio.Event()
         self._interpreters = interpreters
@@ -61,7 +69,19 @@ class Sandbox:
     @property
     def life(self) -> expiry.Life:
         running = len(self._unfinished) + sum(1 for context in self.contexts.values() if context.busy)
-        return self._life._replace(running=running, paused=self.phase == "paused")
+        return self._life._replace(running=running + self._uses, paused=self._asked)
+
+    @property
+    def rest(self) -> suspending.Rest:
+        return suspending.Rest(self.life, self.ladder, self.phase)
+
+    def recall(self, info: model.SandboxInfo) -> None:
+        """Go on with the life of a sandbox that another engine knew: created and ending when it was."""
+        self.created_at, self.count, self._asked = info.created_at, info.executions, True
+        left = None if info.expires_at is None else info.expires_at - self._clock.time()
+        self._life = self._life._replace(
+            since=self._clock.monotonic() - (info.timeout_s or 0) + (left or 0), timeout_s=info.timeout_s
+        )
 
     def extend(self, timeout_s: float | None) -> None:
         model.check_seconds("timeout_s", timeout_s)
@@ -77,7 +97,7 @@ class Sandbox:
         machine = self.machine
         return model.SandboxInfo(
             id=self.id, name=self.spec.name, phase=self.phase, template=self.spec.template, profile=self.spec.mode or self.spec.profile,
-            created_at=self.created_at, expires_at=self.expires_at, idle_timeout_s=self.spec.idle_timeout_s,
+            created_at=self.created_at, expires_at=self.expires_at, timeout_s=self._life.timeout_s, idle_timeout_s=self.spec.idle_timeout_s,
             isolation=machine.isolation, limits=machine.limits, server=server, owner=owner, tenant=self.spec.tenant, labels=self.spec.labels,
             shown=machine.shown, warnings=machine.warnings, executions=self.count, reason=self.reason,
         )  # fmt: skip
@@ -196,19 +216,27 @@ class Sandbox:
     # ── using and changing ──────────────────────────────────────────────────────────────────────
 
     @asynccontextmanager
-    async def use(self, *, writing: bool = False) -> AsyncIterator[interfaces.Machine]:
+    async def use(self, *, writing: bool = False, looking: bool = False) -> AsyncIterator[interfaces.Machine]:
         """The machine, awake, for a request that needs it. Who is `writing` files from outside keeps others from
-        changing the sandbox as a whole meanwhile: the engine is not stopped when the sandbox stands still."""
+        changing the sandbox as a whole meanwhile: the engine is not stopped when the sandbox stands still. Who only goes
+        on `looking` is no use."""
         await self.wake()
+        self._uses += not looking
         self._writes += writing
         self.touch()
         try:
             yield self.machine
         finally:
+            self._uses -= not looking
             self._writes -= writing
             if not self._writes:
                 self._written.set()
             self.touch()
+            self.on_rest(self)
+
+    def alone(self) -> asyncio.Lock:
+        """Held by whoever changes the sandbox as a whole."""
+        return self._changing
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
@@ -241,15 +269,42 @@ class Sandbox:
             context.close()
         self.contexts.clear()
         self.default_contexts.clear()
-        self.phase = "running"
+        self.phase, self._asked = "running", False
         self.touch()
         return before
 
-    async def pause(self) -> None:
+    async def pause(self, *, asked: bool = True) -> bool:
+        """Let everything stand still; whether that is new."""
         async with self.change():
-            if self.phase == "running":
-                await self.machine.pause()
-                self.phase = "paused"
+            if self.phase != "running" or not (asked or self._idle("pause")):
+                self._asked = self._asked or (asked and self.phase == "paused")
+                return False
+            await self.machine.pause()
+            self.phase, self._asked = "paused", asked
+            return True
+
+    def _idle(self, rung: suspending.Rung) -> bool:
+        """Whether a rung is still due: somebody may have come since it was found to be."""
+        return suspending.due(self.rest, self._clock.monotonic()) == rung
+
+    async def put_away(
+        self,
+        keep: Callable[[interfaces.Machine], Awaitable[None]],
+        absent: interfaces.Machine,
+        *,
+        asked: bool = True,
+    ) -> interfaces.Machine | None:
+        """Have the files kept, and go on without a machine: the one before, to be killed; None where that is not new."""
+        async with self.change():
+            if self.phase == "archived" or not (asked or self._idle("archive")):
+                self._asked = self._asked or asked
+                return None
+            async with self.still() as machine:
+                await keep(machine)
+            self._asked = asked
+            before = self.exchange(absent)
+            self.phase = "archived"
+            return before
 
     async def wake(self) -> None:
         """Whatever needs the sandbox wakes it."""
@@ -259,10 +314,20 @@ class Sandbox:
             if self.phase == "paused":
                 await self.machine.resume()
                 self.phase = "running"
-                self.touch()
+            elif self.phase == "archived":
+                await self.revive(self)
+            else:
+                return
+            self._asked = False
+            self.touch()
+        self.on_rest(self)
 
     def close(self) -> None:
         for made in self.executions.values():
             made.close()
         for context in self.contexts.values():
             context.close()
+
+
+async def _cannot_revive(sandbox: Sandbox) -> None:
+    raise errors.error("sandbox_stopped", f"sandbox {sandbox.id} is archived", hint="resume it")

@@ -63,6 +63,8 @@ class Shape(TypedDict, total=False):
     driver: str | None
     stay: bool
     snapshot: str | Identified | None
+    pause_after_s: float | None
+    archive_after_s: float | None
     server: str | None
 
 
@@ -482,6 +484,8 @@ class AsyncSandbox(Handle):
         driver: str | None = None,
         stay: bool = False,
         snapshot: str | Identified | None = None,
+        pause_after_s: float | None = None,
+        archive_after_s: float | None = None,
         server: str | None = None,
     ) -> None:
         resources = {"memory_mib": memory_mib, "cpus": cpus, "pids": pids, "disk_mib": disk_mib}
@@ -505,6 +509,7 @@ class AsyncSandbox(Handle):
             "secrets": secrets,
             "stay": stay,
             "snapshot": None if snapshot is None else _id_of(snapshot),
+            "ladder": _ladder(pause_after_s, archive_after_s),
         }
         times = {"timeout_s": timeout_s, "idle_timeout_s": idle_timeout_s}
         self._said = {field: value for field, value in said.items() if value is not None}
@@ -828,6 +833,12 @@ async def _make_image(
         if said.image is not None:
             return said.image
     raise errors.error("internal_error", "the image was not made, and nothing was said why")
+
+
+def _ladder(pause_after_s: float | None, archive_after_s: float | None) -> dict[str, float | None] | None:
+    if pause_after_s is None and archive_after_s is None:
+        return None
+    return {"pause_after_s": pause_after_s, "archive_after_s": archive_after_s}
 
 
 def _id_of(noun: str | Identified) -> str:

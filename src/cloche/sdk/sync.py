@@ -368,6 +368,8 @@ class Sandbox(Handle):
         driver: str | None = None,
         stay: bool = False,
         snapshot: str | Identified | None = None,
+        pause_after_s: float | None = None,
+        archive_after_s: float | None = None,
         server: str | None = None,
     ) -> None:
         twin = portal.run(
@@ -397,6 +399,8 @@ class Sandbox(Handle):
                 driver=driver,
                 stay=stay,
                 snapshot=snapshot,
+                pause_after_s=pause_after_s,
+                archive_after_s=archive_after_s,
                 server=server,
             )
         )

@@ -223,6 +223,10 @@ class Connection:
         result = await answer
         if method.name == "create" and not arguments.spec.stay and result.id not in known:
             self._owned.add(result.id)
+        elif method.name == "fork" and (await self._backend.info(arguments.sandbox)).id in self._owned:
+            self._owned.update(info.id for info in result)
+        elif method.name == "suspend" and arguments.mode == "archive":
+            self._owned.discard(result.id)  # what is archived outlives engines; much more a connection
         self.send(framing.RESULT, channel, result)
 
     async def _known(self, method: rpc.Method, arguments: Any) -> set[str]:
