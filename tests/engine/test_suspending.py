@@ -17,7 +17,7 @@ from cloche import model, settings, store, wiring, workspaces
 from cloche.linux import cgroups, processes
 from cloche.sdk import portal
 from cloche.testing.clocks import FakeClock
-from cloche.testing.fakes import FakeDriver, Script
+from cloche.testing.fakes import FakeDriver, FakeMachine, Script
 
 
 def code_of(action):
@@ -43,7 +43,7 @@ class Own:
             owner=owner or wiring.owner(),
             interpreters=wiring.interpreters(),
             workspaces=workspaces.LocalWorkspaces(self.config.home, os.environ),
-            egress=wiring.egress,
+            egress=lambda: wiring.egress(self.config),
             secrets=lambda: wiring.secrets(self.config),
             policies=settings.PolicyFiles(self.config, {"HOME": self.config.home}),
             clock=self.clock,
@@ -77,18 +77,23 @@ class Own:
         return [event["kind"] for event in self.do(self.engine.events(0, sandbox))]
 
 
+class Make:
+    """Engines of one state directory, one after the other or side by side."""
+
+    def __init__(self, home):
+        self.home = home
+        self.made = []
+
+    def __call__(self, **options):
+        self.made.append(Own(self.home, **options))
+        return self.made[-1]
+
+
 @pytest.fixture
 def make(cloche_home):
-    made = []
-    home = cloche_home / f"suspending-{os.urandom(3).hex()}"
-
-    def make(**options):
-        made.append(Own(home, **options))
-        return made[-1]
-
-    make.home = home
+    make = Make(cloche_home / f"suspending-{os.urandom(3).hex()}")
     yield make
-    for own in made:
+    for own in make.made:
         own.close()
 
 
@@ -314,18 +319,12 @@ def test_time_counts_while_paused_and_while_archived(make):
     assert os.listdir(make.home / "sandboxes") == []
 
 
-def test_a_driver_that_cannot_says_so_once(make):
-    class Cannot(FakeDriver):
-        async def create(self, *arguments, **named):
-            made = await super().create(*arguments, **named)
+def test_a_driver_that_cannot_says_so_once(make, monkeypatch):
+    async def pause(self):
+        raise cloche.errors.error("not_supported_by_driver", "there is no freezer")
 
-            async def pause():
-                raise cloche.errors.error("not_supported_by_driver", "there is no freezer")
-
-            made.pause = pause
-            return made
-
-    own = make(drivers=[("fake", lambda: Cannot({}))])
+    monkeypatch.setattr(FakeMachine, "pause", pause)
+    own = make(drivers=fakes())
     box = own.create(ladder={"pause_after_s": 10})
     own.pass_time(11)
     own.pass_time(11)
