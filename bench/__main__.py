@@ -36,6 +36,7 @@ ROWS: dict[str, Measurement] = {
     "row9": leaks.leftovers,
     "row10": latency.pause,
     "row11": latency.audit,
+    "row12": latency.decisions,
 }
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGE = os.path.join(_ROOT, "docs", "benchmarks.md")

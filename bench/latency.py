@@ -1,4 +1,4 @@
-"""Rows 1 to 5, 10 and 11: how long one caller waits for one thing, through the synchronous SDK.
+"""Rows 1 to 5 and 10 to 12: how long one caller waits for one thing, through the synchronous SDK.
 
 Cold means: no sandbox waits for the caller. The engine runs, and its launcher keeps an *embryo* (a forked process with
 namespaces, a cgroup and a disk, but no root, no filter, no limits, nobody's) as it does for every caller. Row 2 gives it
@@ -235,3 +235,51 @@ def audit(bench: setup.Bench) -> list[records.Row]:
             log.tend()  # in a thread, elsewhere
     log.close()
     return [row]
+
+
+def decisions(bench: setup.Bench) -> list[records.Row]:
+    """Rows 12a and 12b: one question to a policy of usual size, and a claim's whole policy from its layers."""
+    from cloche import policy
+    from cloche.policy import explaining, rules
+
+    hosts = [f"host{n}.example.org:443" for n in range(60)]
+    ceiling = policy.Policy(network={"allow": ["**.example.org", "pypi.org"], "deny": ["gist.github.com"]})
+    said = policy.Policy(
+        network={"allow": [*hosts, "**.github.com", "10.1.0.0/16:5432"], "deny": ["*.evil.org"]}
+    )
+    sources = policy.Sources(ceilings=(ceiling,))
+    merged = policy.resolve(policy.stack(profile="moderate", sources=sources, arguments=said))
+    index = explaining.rule_set(merged.network)
+    asked = [
+        rules.Request(host, 443, "tls")
+        for host in (
+            "host7.example.org",
+            "a.b.c.other.org",
+            "10.1.2.3",
+            "Host59.example.ORG.",
+            "169.254.169.254",
+        )
+    ]
+    for request in asked:
+        rules.decide(index, request)
+    one = records.Row(
+        key="row12a", name="policy: one network decision", boundary="`decide(rules, request)` is called → its answer",
+        subject=records.Series(name="cloche"), bars=[records.Bar(value=0.02)],
+        notes=["mean of 5 requests, 63 rules narrowed by a ceiling"],
+    )  # fmt: skip
+    whole = records.Row(
+        key="row12b", name="policy: a claim's layers become one", boundary="layers are given → merged policy and rule index",
+        subject=records.Series(name="cloche"), bars=[records.Bar(value=1)],
+        notes=["profile and 10 allow rules as arguments"],
+    )  # fmt: skip
+    small = policy.Policy(network={"allow": hosts[:10]})
+    for _ in range(bench.count(2000)):
+        start = time.perf_counter()
+        for request in asked:
+            rules.decide(index, request)
+        one.subject.add((time.perf_counter() - start) * 1000 / len(asked))
+        start = time.perf_counter()
+        made = policy.resolve(policy.stack(profile="moderate", arguments=small))
+        _ = explaining.rule_set(made.network).index
+        whole.subject.add((time.perf_counter() - start) * 1000)
+    return [one, whole]

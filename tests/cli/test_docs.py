@@ -73,3 +73,33 @@ def test_the_commands_of_the_guide_print_what_it_says(kept, tmp_path):
         )
         tried += 1
     assert tried >= 12
+
+
+def test_the_commands_of_the_policy_guide_print_what_it_says(kept, tmp_path):
+    """From top to bottom in one directory: a TOML block whose first line is a path is that file from there on."""
+    (tmp_path / "bin").mkdir()
+    wrapper = tmp_path / "bin/cloche"
+    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(kept.argv())} "$@"\n')
+    wrapper.chmod(0o755)
+    environment = {**kept.environment, "PATH": f"{wrapper.parent}:{kept.environment['PATH']}"}
+    work = tmp_path / "work"
+    work.mkdir()
+    own = Path(environment["XDG_CONFIG_HOME"]) / "cloche"
+    own.mkdir(parents=True, exist_ok=True)
+    tried = 0
+    text = (DOCS / "guides/policy.md").read_text()
+    for kind, block in re.findall(r"```(toml|console)\n(.*?)```", text, re.DOTALL):
+        if kind == "toml":
+            path = block.partition("\n")[0].removeprefix("# ")
+            if not path.startswith("/etc/"):
+                (own / "policy.toml" if path.startswith("~") else work / path).write_text(block)
+            continue
+        for line, shown in sessions(f"```console\n{block}```"):
+            ran = subprocess.run(
+                ["bash", "-c", line], capture_output=True, text=True, env=environment, cwd=work, timeout=50
+            )
+            pattern = re.escape(shown.strip()).replace(re.escape("..."), ".*")
+            found = (ran.stdout + ran.stderr).strip()
+            assert re.fullmatch(pattern, found, re.DOTALL), (line, found)
+            tried += 1
+    assert tried >= 18

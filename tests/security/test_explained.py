@@ -13,7 +13,8 @@ import pytest
 
 from cloche import Policy, policy, workspaces
 from cloche.linux import seccomp, syscalls
-from cloche.policy import explaining
+from cloche.policy import explaining, names, rules
+from tests.egress import room
 from tests.security import glass
 
 NAMES = ("a", "b", "c.key", "d.pem", ".env", "e.txt", "secrets", "conf")
@@ -186,3 +187,70 @@ def test_a_call_that_cannot_be_denied_makes_nothing(name: str) -> None:
     with pytest.raises(Exception, match=name) as refusal:
         glass.Box(policy=Policy(syscalls={"deny": [name]}))
     assert getattr(refusal.value, "code", "") == "policy_invalid"
+
+
+# ── hosts ──────────────────────────────────────────────────────────────────────────────────────────
+
+TARGETS = ("a.test", "b.a.test", "*.a.test", "**.a.test", "*.b.a.test", "c.test", "**.test", "10.1.2.3", "10.0.0.0/8", "203.0.113.0/24",
+           "8.8.8.8", "8.0.0.0/8")  # fmt: skip
+HOSTS = ("a.test", "b.a.test", "x.b.a.test", "c.test", "d.test", "A.TEST", "a.test.", "10.1.2.3", "10.9.9.9", "8.8.8.8", "8.1.1.1",
+         "203.0.113.7", "169.254.169.254", "metadata.google.internal", "localhost", "0x0a.0x010203", "9.9.9.9")  # fmt: skip
+PORTS = (80, 8080)
+CONDITIONS = ("", "", "", " methods=GET", " methods=POST", " path=/a", " methods=GET path=/a/b")
+
+REQUESTS = """
+import http.client
+def ask(host, port, method, path):
+    link = http.client.HTTPConnection("127.0.0.1", 3128, timeout=30)
+    try:
+        link.putrequest(method, f"http://{host}:{port}{path}", skip_host=True)
+        link.putheader("Host", f"{host}:{port}")
+        link.putheader("Content-Length", "0")
+        link.endheaders()
+        answer = link.getresponse()
+        answer.read()
+        return [answer.status, answer.headers.get("X-Proxy-Error", "")]
+    except (OSError, http.client.HTTPException) as problem: return [0, repr(problem)]
+    finally: link.close()
+print(json.dumps([ask(*one) for one in json.loads(sys.argv[1])]))
+"""
+
+
+def lines(dice: random.Random, most: int) -> list[str]:
+    return [
+        dice.choice(TARGETS) + dice.choice(("", "", ":80", ":8080")) + dice.choice(CONDITIONS)
+        for _ in range(dice.randint(0, most))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hosts(seed: int) -> None:
+    """Everything is led to one server on this host, so that whatever the rules let through arrives."""
+    dice = random.Random(seed)
+    with room.serving() as server:
+        plain = {names.canonical(host) for host in HOSTS}
+        network = {
+            "mode": "open" if seed == 4 else "rules", "allow": lines(dice, 8), "deny": lines(dice, 2),
+            "resolve": {f"{host}:{port}": server.address for host in plain for port in PORTS},
+        }  # fmt: skip
+        said = Policy(network=network)
+        merged = policy.resolve(policy.stack(profile="moderate", arguments=said))
+        asked = [
+            (dice.choice(HOSTS), dice.choice(PORTS), dice.choice(("GET", "POST")), f"{dice.choice(('/', '/a', '/a/b', '/ab'))}?n={n}")
+            for n in range(100)
+        ]  # fmt: skip
+        answers = [
+            explaining.host(merged, rules.Request(host, port, "http", method, path))
+            for host, port, method, path in asked
+        ]
+        with glass.box(policy=said) as box:
+            happened = box.report(REQUESTS, json.dumps(asked))
+        arrived = {path for _, path, _ in server.requests}
+    wrong = [
+        (one, answer, done)
+        for one, answer, done in zip(asked, answers, happened, strict=True)
+        if (one[3] in arrived) != (answer.verdict == "allow")
+        or (done[0] == 403) != (answer.verdict == "deny")
+    ]
+    assert wrong == [], network
+    assert "deny" in {answer.verdict for answer in answers}

@@ -141,7 +141,11 @@ class Launcher:
         builder.owner_fd = self.make_owner_map(message, builder, "/proc")
         space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
-        trees = [(step[1], builder.tree(step[2], step[3])) for step in steps]
+        masks = {"file": self.stage.masked_file, "directory": self.stage.masked_dir}
+        trees = [
+            (step[1], builder.tree(masks[step[2]] if step[0] == "mask" else step[2], step[3]))
+            for step in steps
+        ]
         syscalls.setns(space, syscalls.CLONE_NEWNS)
         for target, tree in trees:
             # SAFETY: the target is looked up in the sandbox's own root, where nothing of the host is; its last part is

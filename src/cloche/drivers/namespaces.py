@@ -409,7 +409,7 @@ class NamespacesDriver(interfaces.Driver):
             "steps": mounts.plan(self._view(resources, rules.files.root, exposure, base)), "rlimits": held.rlimits, "affinity": held.affinity,
             "syscalls": rules.syscalls.profile, "denied_syscalls": list(rules.syscalls.deny), "landlock": _landlock_rules(rules, exposure),
             "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
-            "owns": image is not None and image.owns, "layer": rules.files.root == "overlay", "watch_mounts": exposure is not None and bool(exposure.protect),
+            "owns": image is not None and image.owns, "layer": rules.files.root == "overlay", "watch_mounts": exposure is not None and bool(exposure.protect or exposure.deny),
             "agent": {
                 "env": {**base.environment, **extra, **spec.env}, "uid": host.USER_ID,
                 "cwd": exposure.cwd if exposure is not None else "/workspace",
@@ -454,9 +454,14 @@ class NamespacesDriver(interfaces.Driver):
                 loops.format_image(template, mib, mounts.DISK)
         return {"mib": mib, "template": template}
 
-    def mount(self, key: str, owner: tuple[int, int], protect: list[tuple[str, str]]) -> None:
-        """Bind host paths read-only into a running sandbox."""
+    def mount(
+        self, key: str, owner: tuple[int, int], protect: list[tuple[str, str]], deny: list[str]
+    ) -> None:
+        """Bind host paths read-only into a running sandbox, and hide others."""
         steps = [["bind", target, source, {"writable": False, "owner": True}] for source, target in protect]
+        for target in deny:
+            kind = "directory" if os.path.isdir(target) and not os.path.islink(target) else "file"
+            steps.append(["mask", target, kind, {"writable": False}])
         with suppress(OSError):
             wire.send(self._link, {"op": "mount", "id": key, "owner": list(owner), "steps": steps})
 
@@ -649,13 +654,12 @@ class NamespacesMachine(holding.HeldMachine):
 
     def _mend(self, points: set[str]) -> None:
         exposure = self._exposure
-        lost = (
-            [(s, t) for s, t in exposure.protect if t not in points and os.path.lexists(s)]
-            if exposure is not None
-            else []
-        )
-        if lost and exposure is not None:
-            self._driver.mount(self.key, exposure.owner, lost)
+        if exposure is None:
+            return
+        lost = [(s, t) for s, t in exposure.protect if t not in points and os.path.lexists(s)]
+        bared = [target for target in exposure.deny if target not in points and os.path.lexists(target)]
+        if lost or bared:
+            self._driver.mount(self.key, exposure.owner, lost, bared)
 
     def _release(self) -> None:
         self._driver.forget(self)
