@@ -21,7 +21,20 @@ from collections.abc import Callable
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from bench import commands, density, latency, leaks, noise, peers, plots, records, setup, tables, throughput  # noqa: E402
+from bench import (  # noqa: E402
+    commands,
+    cost,
+    density,
+    latency,
+    leaks,
+    noise,
+    peers,
+    plots,
+    records,
+    setup,
+    tables,
+    throughput,
+)
 from cloche.linux import processes  # noqa: E402
 
 Measurement = Callable[[setup.Bench], list[records.Row]]
@@ -33,6 +46,7 @@ ROWS: dict[str, Measurement] = {
     "row6": commands.run,
     "row7": density.memory,
     "row8": throughput.sustained,
+    "row8b": cost.per_cycle,
     "row9": leaks.leftovers,
     "row10": latency.pause,
     "row11": latency.audit,

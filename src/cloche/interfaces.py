@@ -35,7 +35,11 @@ class ExitStatus(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A command for a machine. `fds` become 0, 1, 2, 3, … (with `pty`: one terminal as 0–2, then 3, …)."""
+    """A command for a machine. `fds` become 0, 1, 2, 3, … (with `pty`: one terminal as 0–2, then 3, …).
+
+    `together`: nobody needs to know of the start before the end. A machine may then tell both at once, if the end comes
+    within a few milliseconds.
+    """
 
     command: str | Sequence[str]
     env: dict[str, str]
@@ -43,6 +47,7 @@ class Start(NamedTuple):
     user: str
     fds: Sequence[int]
     pty: bool = False
+    together: bool = False
 
 
 class Child(NamedTuple):
@@ -347,7 +352,8 @@ class Machine(ABC):
     """Called with the pid of an execution's leader (0 if unknown) for everything the glass stopped."""
 
     @abstractmethod
-    async def start(self, start: Start) -> Child: ...
+    async def start(self, start: Start) -> Child:
+        """Start a command. Cancelled meanwhile, it leaves none running: nobody else would know of it."""
 
     @abstractmethod
     async def signal(self, pid: int, number: int, *, scope: str = "group") -> None:
@@ -360,7 +366,8 @@ class Machine(ABC):
 
     @abstractmethod
     async def file_act(self, act: str, path: str, *, user: str = "user", **arguments: Any) -> Any:
-        """`stat`, `list`, `move`, `remove`, `make_dir` or `chmod`; see engine/files.py for the arguments."""
+        """`stat`, `list`, `move`, `replace`, `remove`, `make_dir`, `chmod` or `symlink`; see engine/files.py for the
+        arguments. `replace` moves onto a regular file or nothing, and refuses all else as `not_regular_file`."""
 
     @abstractmethod
     def watch(self, path: str, *, recursive: bool, user: str = "user") -> AsyncIterator[model.FileEvent]: ...

@@ -72,8 +72,8 @@ FLAWED = {
         nothing_of_the_callers_environment_enters
         home_locale_and_path_are_set
     """,
+    "owners": "files_belong_to_the_user",
     "errors": """
-        files_belong_to_the_user
         what_is_not_there_says_so
         making_a_directory_tells_whether_it_was_there
         a_socket_is_not_opened

@@ -126,6 +126,21 @@ def test_unshare_makes_a_new_namespace(in_child: InChild) -> None:
     assert socket.gethostname() == name
 
 
+def test_clone_idle(in_child: InChild) -> None:
+    """In a child with one thread: the idle one is in a namespace of its own, and only waits to be killed."""
+
+    def work() -> None:
+        idle = syscalls.clone_idle(syscalls.CLONE_NEWUSER)
+        try:
+            assert os.readlink(f"/proc/{idle}/ns/user") != os.readlink("/proc/self/ns/user")
+            assert os.waitpid(idle, os.WNOHANG) == (0, 0)
+        finally:
+            os.kill(idle, signal.SIGKILL)
+            assert os.WTERMSIG(os.waitpid(idle, 0)[1]) == signal.SIGKILL
+
+    in_child(work)
+
+
 @needs_root
 def test_setns_checks_the_kind(in_child: InChild) -> None:
     def work() -> None:

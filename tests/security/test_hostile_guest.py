@@ -172,9 +172,11 @@ def test_a_frame_of_the_largest_size_is_taken() -> None:
         async with hostile() as (made, guest):
             asked = asyncio.ensure_future(made.file_act("list", "/x"))
             request = await guest.next_request()
-            entries = [[f"{n:04}" + "x" * 200, 0o100644, 1, 0, 0, 1.0, None] for n in range(800)]
+            entries = [
+                [f"{n:04}" + "x" * 200, 0o100644, 1, 0, 0, 1.0, None] for n in range(wire.MAX_FRAME // 250)
+            ]
             guest.send({"n": request["n"], "entries": entries})
-            assert len((await asked).entries) == 800
+            assert len((await asked).entries) == len(entries)
 
     _run(scenario())
 
@@ -399,6 +401,48 @@ def test_one_pid_cannot_be_two_commands() -> None:
             for child in children:
                 with pytest.raises(errors.ClocheError):
                     await asyncio.wait_for(child.exited, 30)
+
+    _run(scenario())
+
+
+def test_a_command_started_for_nobody_is_ended() -> None:
+    """And its end is nobody's: not that of the next command which gets its pid."""
+
+    async def scenario() -> None:
+        async with hostile() as (made, guest):
+            start = interfaces.Start(["true"], {}, None, "user", [])
+            asked = asyncio.ensure_future(made.start(start))
+            request = await guest.next_request()
+            asked.cancel()
+            await _turns(2)
+            guest.send({"n": request["n"], "pid": 7})
+            order = await guest.next_request()
+            assert (order["op"], order["pid"], order["sig"], order["scope"]) == ("signal", 7, 9, "tree")
+            guest.send({"n": order["n"], "killed": 1})
+            guest.send({"exit": 7, "status": 9})
+            await _turns()
+            again = asyncio.ensure_future(made.start(start))
+            guest.send({"n": (await guest.next_request())["n"], "pid": 7})
+            child = await again
+            assert not child.exited.done()
+            guest.send({"exit": 7, "status": 0})
+            assert (await child.exited).exit_code == 0
+
+    _run(scenario())
+
+
+def test_start_and_end_told_together_are_of_one_command() -> None:
+    async def scenario() -> None:
+        async with hostile() as (made, guest):
+            start = interfaces.Start(["true"], {}, None, "user", [], together=True)
+            asked = asyncio.ensure_future(made.start(start))
+            request = await guest.next_request()
+            assert request["together"] is True
+            guest.send({"n": request["n"], "pid": 7, "exit": 8, "status": 0})
+            assert not (await asked).exited.done(), "the end of another one was taken for its own"
+            asked = asyncio.ensure_future(made.start(start))
+            guest.send({"n": (await guest.next_request())["n"], "pid": 9, "exit": 9, "status": 3 << 8})
+            assert (await asked).exited.result().exit_code == 3
 
     _run(scenario())
 

@@ -320,8 +320,10 @@ def test_user_namespaces_are_closed(closed: bool) -> None:
     def enter() -> bool:
         # A mapping of one's own uid is written from inside, which `make_user` leaves to somebody privileged.
         if os.getuid() == 0:
-            fd = namespaces.make_user(*maps, close_nested=closed)
-            syscalls.setns(fd, syscalls.CLONE_NEWUSER)
+            bounds = namespaces.Bounds()
+            syscalls.setns(namespaces.make_user(*maps), syscalls.CLONE_NEWUSER)
+            if closed:
+                bounds.apply()
         else:
             uid, gid = os.getuid(), os.getgid()
             syscalls.unshare(syscalls.CLONE_NEWUSER)

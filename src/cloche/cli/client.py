@@ -156,7 +156,7 @@ def reach() -> Client:
         return found
     from cloche.cli import here
 
-    engine = here.Here(launch=False)
+    engine = here.Here(once=False)
     return Client(engine.sock, engine)
 
 

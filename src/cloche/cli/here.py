@@ -2,7 +2,7 @@
 
 The caller gets one end of a socket pair; the other is served from a thread with an event loop, which imports the engine
 while the caller already listens. So whatever speaks to a keeper speaks to this too, and there is one implementation
-of both sides. The launcher is started first: it gets ready on another core while we import.
+of both sides. The launcher is started first: it makes the sandbox on another core while we import.
 """
 
 import _socket
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class Here:
     """`sock` is the client's end. Closing it ends every sandbox made through it; `join` waits for that."""
 
-    def __init__(self, *, launch: bool = True) -> None:
-        self._launch = spawning.start() if launch else None
+    def __init__(self, *, once: bool = True) -> None:
+        """`once`: for one sandbox, which is begun at once."""
+        self._launch = spawning.start() if once else None
         self.sock, self._far = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
         self._done = _thread.allocate_lock()
         self._done.acquire()
@@ -33,8 +34,9 @@ class Here:
     def _serve(self) -> None:
         try:
             gc.disable()  # nothing that is imported is garbage, and looking for it takes a twelfth of the time
+            launch = _begin(self._launch) if self._launch is not None else None
             asyncio = _import_asyncio()
-            asyncio.run(self._main())
+            asyncio.run(self._main(launch))
         except BaseException as problem:
             # The caller waits at the other end: whatever went wrong, it must be told, and then left.
             self._fail(problem)
@@ -42,19 +44,23 @@ class Here:
             self._far.close()
             self._done.release()
 
-    async def _main(self) -> None:
+    async def _main(self, launch: "spawning.Launch | None") -> None:
         import socket
 
-        from cloche import settings, wiring
-        from cloche.server import keeper
+        with _hidden(
+            "typing_extensions"
+        ):  # what msgspec takes from it is in `typing`; it would bring `inspect`
+            from cloche import settings, wiring
+            from cloche.server import keeper
 
         gc.freeze()
         gc.enable()
         config = settings.load(os.environ)
-        once = self._launch is not None
         far = socket.socket(fileno=os.dup(self._far.fileno()))
         await keeper.serve_pair(
-            far, lambda: wiring.make_engine(os.environ, launch=self._launch, once=once), config.defaults
+            far,
+            lambda: wiring.make_engine(os.environ, launch=launch, once=launch is not None),
+            config.defaults,
         )
 
     def _fail(self, problem: BaseException) -> None:
@@ -73,6 +79,14 @@ class Here:
         self.sock.close()
         self._done.acquire()
         self._done.release()
+
+
+def _begin(launch: spawning.Launch) -> spawning.Launch:
+    """Let the launcher begin with the sandbox, if the thin client can say where the state is."""
+    from cloche.drivers import beginning
+
+    path = None if os.environ.get("CLOCHE_URL") else thin.socket_path()
+    return beginning.begin(launch, os.path.dirname(path)) if path else launch
 
 
 def run(options: "thin.Options") -> int:
@@ -105,21 +119,54 @@ def _import_asyncio() -> "Any":
     It imports ssl where that is there: as costly as a sandbox, and nothing of ours speaks TLS in here. The others serve
     debugging, errors and child processes; they are loaded when somebody looks into them, and are then as ever.
     """
-    modules: dict[str, Any] = sys.modules
-    hidden = "ssl" not in modules
-    if hidden:
-        modules["ssl"] = None
     _import_later("inspect")
     _import_later("linecache")
     _import_later("msgspec.inspect")
     _import_later("platform", system=lambda: os.uname().sysname)
     _import_later("subprocess", PIPE=-1, STDOUT=-2, DEVNULL=-3)
     _import_later("traceback", extract_stack=_extract_stack)
-    import asyncio
-
-    if hidden:
-        del modules["ssl"]
+    _import_later("logging", getLogger=_Logger, StreamHandler=_nothing)
+    with _hidden("ssl"):
+        import asyncio
     return asyncio
+
+
+class _hidden:
+    """A module that cannot be imported for a while, for those who can do without."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._modules: dict[str, Any] = sys.modules
+        self._acts = name not in sys.modules
+
+    def __enter__(self) -> None:
+        if self._acts:
+            self._modules[self._name] = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._acts:
+            del self._modules[self._name]
+
+
+class _Logger:
+    """`logging.getLogger(name)`, which becomes real when it has something to say."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def debug(self, *_: object) -> None:
+        """Nobody asked for it: who wants debugging imports `logging` first."""
+
+    addHandler = debug
+
+    def __getattr__(self, attribute: str) -> "Any":
+        import logging
+
+        return getattr(logging.Logger.manager.getLogger(self._name), attribute)
+
+
+def _nothing() -> None:
+    """For a handler that nobody will use."""
 
 
 def _extract_stack(frame: "Any" = None, limit: "int | None" = None) -> "Any":

@@ -27,7 +27,7 @@ import sys
 from typing import NamedTuple
 
 from cloche import errors, model, policy
-from cloche.drivers import confining, holding, narrow, spawned
+from cloche.drivers import beginning, confining, holding, narrow, spawned
 from cloche.guest import wire
 from cloche.images import host
 from cloche.linux import landlock, mounts, seccomp
@@ -102,7 +102,7 @@ class BubblewrapDriver(spawned.SpawnedDriver):
             uid_range=False, root="read-only", network="off", missing=tuple(self._missing),
         )  # fmt: skip
         here, there = wire.pair()
-        made = BubblewrapMachine(self, sandbox_id, here, holding.make_group(self.groups), isolation)
+        made = BubblewrapMachine(self, sandbox_id, here, beginning.make_group(self.groups), isolation)
         resources = spec.resources
         disk = model.Limit(
             value=resources.disk_mib, enforcement="enforced", by="tmpfs per directory, counted as memory"

@@ -4,10 +4,10 @@ Runs in a sandbox's first process before anything hostile does (`mount_kept`), o
 forks. Standard library, `linux` and `guest` only, like the launcher itself.
 """
 
-import json
 import os
 
-from cloche.linux import loops, mounts, namespaces, syscalls, trees
+from cloche.guest import wire
+from cloche.linux import loops, mounts, namespaces, syscalls
 
 RANGE = 65536
 
@@ -32,6 +32,8 @@ def mount_kept(kept: "dict[str, Any]", fds: "list[int]", builder: mounts.Builder
         builder.mount_below(device, number, map_fd)
         _close(held, map_fd)
     if kept["pack"]:
+        from cloche.linux import trees  # what launchers need not hold in memory
+
         builder.make_disk("", kept["mib"])
         root = os.open(builder.stage.path + "/disk", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         trees.unpack(fds[-1], root, 0 if builder.rootless else builder.guest_uid)
@@ -55,7 +57,7 @@ def _map(base: int, builder: mounts.Builder) -> int:
     if base == builder.guest_uid:
         return -1
     maps = [(0, 0, 1), (base, builder.guest_uid, RANGE)]
-    return namespaces.make_user(maps, maps, close_nested=False, proc=builder.proc)
+    return namespaces.make_user(maps, maps, proc=builder.proc)
 
 
 def _close(*fds: int) -> None:
@@ -79,13 +81,15 @@ def help(message: "dict[str, Any]", fds: "list[int]") -> None:
     except BaseException as problem:
         answer = {"errno": 0, "reason": f"{type(problem).__name__}: {problem}"}
     try:
-        os.write(fds[0], json.dumps(answer).encode())
+        os.write(fds[0], wire.encode(answer))
     finally:
         os._exit(0)
 
 
 def _pack(message: "dict[str, Any]", fds: "list[int]") -> "dict[str, Any]":
     """Here, because what a sandbox made may be closed to the engine's own user."""
+    from cloche.linux import trees
+
     disk, writing = fds
     done = trees.pack(disk, writing, message["first_id"], tuple(message["wanted"]))
     return {"files": done.files, "size": done.size}

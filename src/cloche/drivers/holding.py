@@ -1,13 +1,11 @@
 """What holds a machine: a cgroup where the host gives one, rlimits and affinity where not, and a name to sweep by.
 
-Shared by every driver that runs our guest on this host's kernel. A group's name carries the pid and start time of its
-engine, so that whoever finds one knows whether its owner lives.
+Shared by every driver that runs our guest on this host's kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from typing import NamedTuple
 
@@ -136,13 +134,6 @@ class HeldMachine(machine.GuestMachine):
             await asyncio.shield(self._removed)
 
 
-def make_group(groups: cgroups.Hierarchy) -> cgroups.Group | None:
-    if not groups.enforceable and not groups.kills:
-        return None
-    owner = f"{os.getpid()}-{processes.start_time(os.getpid())}"
-    return groups.create(f"cloche-{owner}-{os.urandom(4).hex()}")
-
-
 def sweep_groups(keep: set[str]) -> list[str]:
     """Remove the groups of dead engines; their names."""
     found = cgroups.detect().sweep("cloche-", keep)
@@ -150,7 +141,7 @@ def sweep_groups(keep: set[str]) -> list[str]:
 
 
 def _is_orphan(group: str) -> bool:
-    """Whether it is named as `make_group` names, and that engine is gone. Other names are other people's."""
+    """Whether it is named as `beginning.make_group` names, and that engine is gone. Other names are other people's."""
     parts = group.split("-")
     if len(parts) != 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return False

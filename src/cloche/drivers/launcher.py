@@ -13,13 +13,13 @@ While nothing is asked it prepares what the next sandbox will need (`namespaces.
 Imports: standard library, `linux`, `guest`, `egress.capture`. Run as `python -I -S -c …` by drivers/spawning.py.
 """
 
+import _signal  # type: ignore[import-not-found]  # its Python face imports enum, for every sandbox
+import _socket
 import errno
 import gc
 import os
 import resource
 import select
-import signal
-import socket
 import sys
 import time
 
@@ -28,7 +28,10 @@ from cloche.egress import capture
 from cloche.guest import agent, calls, wire
 from cloche.linux import landlock, loops, mounts, namespaces, seccomp, syscalls
 
-_UNSHARED = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
+_UNSHARED = (
+    syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
+    | syscalls.CLONE_NEWTIME  # for its children: the agent itself reads no clock
+)  # fmt: skip
 _AGENT_CAPS = 1 << syscalls.CAP_SETUID | 1 << syscalls.CAP_SETGID | 1 << syscalls.CAP_KILL
 # What root inside needs to install packages. Its ids are its own and its lowers are read-only: no file of anybody else's is
 # in reach. tests/images/test_recipes.py::test_root_of_a_step_owns_its_files_and_nothing_else
@@ -42,7 +45,7 @@ USER = 1000
 
 
 class Launcher:
-    def __init__(self, link: socket.socket, config: "dict[str, object]") -> None:
+    def __init__(self, link: _socket.socket, config: "dict[str, object]") -> None:
         self.link = link
         self.rootless = bool(config["rootless"])
         self.first_uid = int(config["first_uid"])  # type: ignore[call-overload]
@@ -54,7 +57,9 @@ class Launcher:
         self.own_pidns = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.own_netns = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self.stage = mounts.make_stage(str(config["stage"]))
+        self.bounds = namespaces.Bounds()
         self.filters: dict[str, bytes] = {}
+        self.images: dict[str, loops.Image] = {}
         self.lower_maps: dict[int, int] = {}
         self.landlock_abi = landlock.abi()
 
@@ -62,12 +67,12 @@ class Launcher:
 
     def run(self) -> None:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        _signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
         poll = select.poll()
         poll.register(self.link.fileno(), select.POLLIN)
         poll.register(wake_read, select.POLLIN)
-        wire.send(self.link, {"ready": True, "landlock_abi": self.landlock_abi, "pid": os.getpid()})
+        self.tell({"ready": True, "landlock_abi": self.landlock_abi, "pid": os.getpid()})
         while True:
             idle = (len(self.blanks) >= self.wanted or not self.free) and len(self.filters) == len(
                 seccomp.PROFILES
@@ -82,11 +87,17 @@ class Launcher:
             if not ready and not idle:
                 self.prepare_something()
 
+    def tell(self, message: "dict[str, object]", fds: "list[int] | tuple[int, ...]" = ()) -> None:
+        try:
+            wire.send(self.link, message, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # what it still asked for is read first, so that nothing of that is left either; then comes its end
+
     def clean_up(self) -> None:
         """The engine is gone. The kernel would end every sandbox with this process; their groups it would not remove."""
         for pid, files in self.groups.items():
             _thaw(files)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, _signal.SIGKILL)
         for pid in self.children:
             os.waitpid(pid, 0)
         for path in self.groups.values():
@@ -165,12 +176,12 @@ class Launcher:
                 raise ProcessLookupError(errno.ESRCH, "the sandbox has ended")
             made = self.capture_in(found[0])
         except (OSError, capture.CaptureError) as problem:
-            wire.send(self.link, {"captured": sandbox, "reason": str(problem) or "unknown"})
+            self.tell({"captured": sandbox, "reason": str(problem) or "unknown"})
             return
         roles = [role for role, _ in made.sockets]
         fds = [one.fileno() for _, one in made.sockets]
-        answer = {"captured": sandbox, "roles": roles, "how": made.how, "note": made.note}
-        wire.send(self.link, answer, fds)
+        answer: dict[str, object] = {"captured": sandbox, "roles": roles, "how": made.how, "note": made.note}
+        self.tell(answer, fds)
         made.close()
 
     def capture_in(self, pid: int) -> capture.Capture:
@@ -200,7 +211,7 @@ class Launcher:
             return -1
         if slot not in self.lower_maps:
             system = [(0, self.first_uid + slot * RANGE, SYSTEM)]
-            self.lower_maps[slot] = namespaces.make_user(system, system, close_nested=False)
+            self.lower_maps[slot] = namespaces.make_user(system, system)
         return self.lower_maps[slot]
 
     def prepare(self, message: "dict[str, object]", fds: "list[int]") -> None:
@@ -208,10 +219,12 @@ class Launcher:
         self.filter_of("moderate", [])  # made here once, it is in every child
         sandbox = str(message["id"])
         try:
+            if message["disk"]["template"]:  # type: ignore[index]
+                self.image(str(message["disk"]["template"]))  # type: ignore[index]
             blank = self.blanks.pop() if self.blanks else self.make_blank()
         except (OSError, IndexError) as problem:
             detail = problem.strerror if isinstance(problem, OSError) else "no uid range is free"
-            wire.send(self.link, {"refused": sandbox, "reason": str(detail)})
+            self.tell({"refused": sandbox, "reason": str(detail)})
             return
         # SAFETY: only the next child enters the new pid namespace; the launcher goes back to its own at once, else its
         # later children would share one. tests/drivers/test_launcher.py::test_sandboxes_do_not_share_a_pid_namespace
@@ -224,7 +237,7 @@ class Launcher:
         self.children[pid] = (sandbox, blank.slot)
         self.groups[pid] = message["cgroups"]  # type: ignore[assignment]
         pidfd = os.pidfd_open(pid)
-        wire.send(self.link, {"spawned": sandbox}, [pidfd])
+        self.tell({"spawned": sandbox}, [pidfd])
         os.close(pidfd)
 
     def filter_of(self, profile: str, deny: "list[str]") -> bytes:
@@ -246,14 +259,14 @@ class Launcher:
                 sandbox, slot = self.children.pop(pid)
                 self.groups.pop(pid, None)
                 self.free.append(slot)
-                wire.send(self.link, {"died": sandbox, "status": status})
+                self.tell({"died": sandbox, "status": status})
 
     # ── in the child ────────────────────────────────────────────────────────────────────────────
 
     def birth(self, message: "dict[str, object]", link_fd: int, blank: namespaces.Blank) -> None:
         """Become a sandbox. Whatever fails is told to the engine with the step that failed; nothing half-made runs."""
         status = 1
-        link = socket.socket(fileno=os.dup(link_fd))
+        link = _socket.socket(fileno=os.dup(link_fd))
         try:
             builder = self.gestate(message, link, blank)
             received = wire.receive(link)
@@ -268,20 +281,19 @@ class Launcher:
             os._exit(status)
 
     def gestate(
-        self, message: "dict[str, object]", link: socket.socket, blank: namespaces.Blank
+        self, message: "dict[str, object]", link: _socket.socket, blank: namespaces.Blank
     ) -> mounts.Builder:
         """The part that does not depend on who will ask: cgroup, namespaces, /proc, and a disk and root of the shape that
         was asked for last. Joining a cgroup waits for the whole kernel (RCU), several milliseconds, so this happens
         before anybody asks; another shape costs the mounts a second time."""
-        signal.set_wakeup_fd(-1)
+        _signal.set_wakeup_fd(-1)
         syscalls.prctl(syscalls.PR_SET_NAME, b"cloche-guest")
         _join(message["cgroups"])  # type: ignore[arg-type]
-        _keep_only(link.fileno(), blank.user_fd, blank.net_fd, blank.lower_fd)
+        _keep_only(link.fileno(), blank.user_fd, blank.net_fd, blank.lower_fd, self.bounds.sysctl)
         syscalls.setns(blank.net_fd, syscalls.CLONE_NEWNET)
         os.close(blank.net_fd)
         syscalls.unshare(_UNSHARED)
-        syscalls.unshare(syscalls.CLONE_NEWTIME)  # for its children: the agent itself reads no clock
-        socket.sethostname("cloche")
+        _socket.sethostname("cloche")
         first = self.first_uid + blank.slot * RANGE
         ids = (USER, USER) if self.rootless else (first, first)
         builder = mounts.Builder(self.stage, user_fd=blank.user_fd, rootless=self.rootless, ids=ids)
@@ -292,7 +304,7 @@ class Launcher:
         return builder
 
     def become(
-        self, message: "dict[str, object]", fds: "list[int]", link: socket.socket, builder: mounts.Builder
+        self, message: "dict[str, object]", fds: "list[int]", link: _socket.socket, builder: mounts.Builder
     ) -> None:
         trace = [time.monotonic_ns()]
         filter_ = self.filter_of(str(message["syscalls"]), list(message["denied_syscalls"]))  # type: ignore[call-overload]
@@ -347,7 +359,13 @@ class Launcher:
             root = [(0, builder.guest_uid, 1)] if host != 0 else []
             return [*root, (host, builder.guest_uid + USER, 1)]
 
-        return namespaces.make_user(map_of(owner[0]), map_of(owner[1]), close_nested=False, proc=proc)
+        return namespaces.make_user(map_of(owner[0]), map_of(owner[1]), proc=proc)
+
+    def image(self, template: str) -> loops.Image:
+        """Read here once, it is in every child."""
+        if template not in self.images:
+            self.images[template] = loops.Image(template)
+        return self.images[template]
 
     def mount_disk(self, wanted: "dict[str, object]", builder: mounts.Builder) -> None:
         """A private copy of the formatted image, on a loop device that frees itself with its mount."""
@@ -355,7 +373,7 @@ class Launcher:
         if not template:
             builder.make_disk("", mib)
             return
-        builder.image_fd = loops.copy_image(template)
+        builder.image_fd = self.image(template).copy()
         held, device = loops.attach(builder.image_fd)
         builder.make_disk(device, mib)
         os.close(held)
@@ -364,6 +382,7 @@ class Launcher:
         # SAFETY: from here on this process has no rights over its own mounts, network or pid namespace, which belong to
         # the launcher's user namespace. tests/security/test_kernel.py::test_root_inside_cannot_mount
         syscalls.setns(user_fd, syscalls.CLONE_NEWUSER)
+        self.bounds.apply()
         if not self.rootless:
             os.setgroups([])
             # The real ids are the user's: what the agent spawns takes them on by exec, without a fork of its own.
@@ -378,7 +397,7 @@ class Launcher:
         """The last steps, after which nothing can be gained back."""
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
         # SAFETY: set after the credentials changed, because that clears it. tests/engine/test_faults.py
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, _signal.SIGKILL)
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
         os.umask(0o022)
         if not self.rootless:
@@ -392,8 +411,9 @@ class Launcher:
 
 def _join(paths: "list[str]") -> None:
     for path in paths:
-        with open(path, "wb", buffering=0) as file:
-            file.write(b"0")
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        os.write(file, b"0")
+        os.close(file)
 
 
 def _thaw(paths: "list[str]") -> None:
@@ -462,7 +482,7 @@ def main(fd: int) -> None:
     _keep_only(fd)
     os.chdir("/")
     os.umask(0o022)  # the caller's may be tighter, and what is made here is for another user to enter
-    link = socket.socket(fileno=fd)
+    link = _socket.socket(fileno=fd)
     received = wire.receive(link)
     if received is None:
         os._exit(0)
@@ -473,7 +493,7 @@ def main(fd: int) -> None:
         _prime()
         launcher = Launcher(link, config)
         _quiet_stdio()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is the engine's business
+        _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # a terminal's ^C is the engine's business
     except OSError as problem:
         wire.send(link, {"ready": False, "errno": problem.errno, "reason": str(problem)})
         os._exit(1)

@@ -95,14 +95,22 @@ class Link:
         self._on_frame = on_frame
         self._on_end = on_end
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._late: dict[int, Callable[[Frame], None]] = {}
         self._queue: deque[tuple[bytes, list[int]]] = deque()
         self._next = 1
         self.closed = False
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._readable)
 
-    async def request(self, op: str, fields: dict[str, Any], fds: Sequence[int] = ()) -> Answer:
-        """Ask, and wait for the answer. An errno in it is raised as OSError."""
+    async def request(
+        self,
+        op: str,
+        fields: dict[str, Any],
+        fds: Sequence[int] = (),
+        *,
+        late: Callable[[Frame], None] | None = None,
+    ) -> Answer:
+        """Ask, and wait for the answer. An errno in it is raised as OSError. If the asker is cancelled, `late` gets it."""
         if self.closed:
             raise errors.error("sandbox_lost", "the sandbox has ended")
         number, self._next = self._next, self._next + 1
@@ -111,6 +119,10 @@ class Link:
         try:
             self._send({"op": op, "n": number, **fields}, fds)
             answer = await future
+        except asyncio.CancelledError:
+            if late is not None:
+                self._late[number] = late
+            raise
         finally:
             self._waiting.pop(number, None)
         if op not in _CARRYING or answer.frame.errno is not None:
@@ -187,6 +199,8 @@ class Link:
             self._on_frame(frame, fds)
         else:
             wire.close_all(fds)  # an answer nobody waits for any more
+            if frame.n in self._late:
+                self._late.pop(frame.n)(frame)
 
     def close(self, reason: str) -> None:
         if self.closed:

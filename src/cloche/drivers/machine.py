@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import os
 import select
+import signal
 import socket
 import stat
 import struct
@@ -53,6 +54,7 @@ class GuestMachine(interfaces.Machine):
         self._notified = 0
         self._children: dict[int, asyncio.Future[interfaces.ExitStatus]] = {}
         self._early: dict[int, interfaces.ExitStatus] = {}
+        self._disowned: set[int] = set()  # commands that nobody waits for, on their way to their end
         self._watches: dict[int, asyncio.Queue[model.FileEvent]] = {}
         self._reason = ""
         self._gone = False
@@ -90,12 +92,11 @@ class GuestMachine(interfaces.Machine):
                 queue.put_nowait(model.FileEvent(type=kind, path=path[:4096]))  # type: ignore[arg-type]
 
     def _child_exited(self, frame: link.Frame) -> None:
-        status = frame.status
-        code = None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        ended = interfaces.ExitStatus(code, number, frame.cpu_ms, frame.rss_kib / 1024)
+        ended = _exit_status(frame)
         future = self._children.pop(frame.exit or 0, None)
-        if future is None:
+        if frame.exit in self._disowned:
+            self._disowned.discard(frame.exit)
+        elif future is None:
             if len(self._early) < 1000:
                 self._early[frame.exit or 0] = ended  # the exit overtook the answer to its start
         elif not future.done():
@@ -167,20 +168,35 @@ class GuestMachine(interfaces.Machine):
             _open_to_all(start.fds)
         command = {"line": start.command} if isinstance(start.command, str) else {"argv": list(start.command)}
         fields = {**command, "env": start.env, "cwd": start.cwd, "user": start.user, "pty": start.pty}
+        if start.together:
+            fields["together"] = True
         try:
-            answer = await self._link.request("exec", fields, start.fds)
+            answer = await self._link.request("exec", fields, start.fds, late=self._disown)
         except OSError as problem:
             raise _start_error(problem, start) from None
         pid = answer.frame.pid
         if pid <= 0 or pid in self._children:
             raise self._misbehaved("a command under a pid that another one has")
         future: asyncio.Future[interfaces.ExitStatus] = self._loop.create_future()
-        early = self._early.pop(pid, None)
+        early = _exit_status(answer.frame) if answer.frame.exit == pid else self._early.pop(pid, None)
         if early is not None:
             future.set_result(early)
         else:
             self._children[pid] = future
         return interfaces.Child(pid, future)
+
+    def _disown(self, frame: link.Frame) -> None:
+        """A command was started for somebody who has gone meanwhile."""
+        pid = frame.pid
+        if pid <= 0 or frame.exit == pid or self._early.pop(pid, None) is not None or pid in self._children:
+            return
+        self._disowned.add(pid)
+
+        async def end() -> None:
+            with suppress(errors.ClocheError):
+                await self.signal(pid, signal.SIGKILL, scope="tree")
+
+        self._ending = self._loop.create_task(end(), name=f"end {self.id} {pid}")
 
     async def signal(self, pid: int, number: int, *, scope: str = "group") -> None:
         try:
@@ -302,6 +318,13 @@ class GuestMachine(interfaces.Machine):
         self._notified += 1
         if self._notified >= _MAX_NOTIFIED:
             self._stop_listening()
+
+
+def _exit_status(frame: link.Frame) -> interfaces.ExitStatus:
+    status = frame.status
+    code = None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    return interfaces.ExitStatus(code, number, frame.cpu_ms, frame.rss_kib / 1024)
 
 
 def _is_name(name: str, *, alone: bool) -> bool:

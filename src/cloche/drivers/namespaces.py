@@ -8,11 +8,8 @@ sweeping.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
-import socket
-import struct
 from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -20,17 +17,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cloche import errors, interfaces, model, policy
-from cloche.drivers import holding, keeping, spawning, watching
+from cloche.drivers import beginning, holding, keeping, slots, spawning, watching
 from cloche.guest import wire
 from cloche.images import host, roots
-from cloche.linux import cgroups, landlock, loops, mounts
+from cloche.linux import cgroups, landlock, mounts
 
-FIRST_UID = 0x7000_0000
-SLOTS = 32_768
 _MOST_EMBRYOS = 24
 _REFILL_DELAY_S = 0.005
-BLOCK = 512  # uid ranges that one engine takes at a time
-_F_OFD_SETLK = 37
 _READY_TIMEOUT_S = 20.0
 
 
@@ -87,8 +80,7 @@ class NamespacesDriver(interfaces.Driver):
         self._refilling: asyncio.TimerHandle | None = None
         self._usual: tuple[model.Resources, policy.Root] = (model.DEFAULT_RESOURCES, "overlay")
         self._ready: asyncio.Future[LauncherFrame] | None = None
-        self._slots_file = -1
-        self._slots: list[int] = []
+        self._slots = launch.slots if isinstance(launch, beginning.Told) else slots.Slots(home)
         self._closed = False
         self.facts: Facts
 
@@ -106,14 +98,15 @@ class NamespacesDriver(interfaces.Driver):
             frame = await self._start_launcher(rootless)
         self._image = host.prepare(os.path.join(self._home, "images"))
         groups = cgroups.detect()
-        loop_disks = not rootless and os.access("/dev/loop-control", os.W_OK)
+        loop_disks = beginning.has_loop_disks(rootless)
         missing = []
         if not frame.landlock_abi:
             missing.append("Landlock is not enabled in this kernel")
         if not loop_disks:
             missing.append("disk space is memory (tmpfs): loop devices need root")
         self.facts = Facts(rootless, frame.landlock_abi, loop_disks, groups, tuple(missing))
-        self._embryos.append(self._conceive())
+        if not self._embryos:
+            self._embryos.append(self._conceive())
         self._refill_later()
 
     @property
@@ -128,15 +121,10 @@ class NamespacesDriver(interfaces.Driver):
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         loop.add_reader(self._link.fileno(), self._readable)
-        if not rootless and not self._slots:
-            self._take_slots()
-        stage = self._stage
-        os.makedirs(stage, mode=0o700, exist_ok=True)
-        config = {
-            "rootless": rootless, "first_uid": FIRST_UID, "slots": self._slots or list(range(4096)),
-            "blanks": self._blanks, "stage": stage,
-        }  # fmt: skip
-        wire.send(self._link, config)
+        if not isinstance(launch, beginning.Told):
+            beginning.configure(self._link, self._home, self._slots, rootless=rootless, blanks=self._blanks)
+        elif launch.embryo is not None:
+            self._embryos.append(self._adopt(launch.embryo))
         try:
             frame = await asyncio.wait_for(asyncio.shield(self._ready), _READY_TIMEOUT_S)
         except (TimeoutError, OSError):
@@ -153,32 +141,11 @@ class NamespacesDriver(interfaces.Driver):
             )
         return frame
 
-    def _take_slots(self) -> list[int]:
-        """A block of uid ranges that no other engine of this host uses: a byte of one file, locked while we live."""
-        if self._slots_file < 0:
-            directory = "/run/cloche" if os.access("/run", os.W_OK) else self._home
-            os.makedirs(directory, mode=0o700, exist_ok=True)
-            self._slots_file = os.open(f"{directory}/uids", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        blocks = SLOTS // BLOCK
-        start = int.from_bytes(os.urandom(4)) % blocks
-        for block in ((start + offset) % blocks for offset in range(blocks)):
-            if block * BLOCK in self._slots:
-                continue  # ours: the lock would be granted once more
-            try:
-                fcntl.fcntl(
-                    self._slots_file, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, block, 1, 0)
-                )
-            except OSError:
-                continue
-            taken = list(range(block * BLOCK, (block + 1) * BLOCK))
-            self._slots += taken
-            return taken
-        raise errors.error("capacity_exceeded", f"all {blocks} blocks of uid ranges of this host are taken")
-
     def _ensure_slots(self) -> None:
         """The launcher must never run out: a range for each machine, and for what it prepares ahead."""
-        if self._slots and len(self._machines) + self._blanks + 1 >= len(self._slots):
-            wire.send(self._link, {"op": "slots", "slots": self._take_slots()})
+        taken = self._slots.taken
+        if taken and len(self._machines) + self._blanks + 1 >= len(taken):
+            wire.send(self._link, {"op": "slots", "slots": self._slots.take()})
 
     async def close(self) -> None:
         if self._closed:
@@ -188,8 +155,7 @@ class NamespacesDriver(interfaces.Driver):
             self._refilling.cancel()
         await asyncio.gather(*(m.kill("the engine closed") for m in list(self._machines.values())))
         self._drop_link()
-        if self._slots_file >= 0:
-            os.close(self._slots_file)
+        self._slots.close()
 
     def _drop_link(self) -> None:
         with suppress(OSError, ValueError):
@@ -333,27 +299,19 @@ class NamespacesDriver(interfaces.Driver):
 
     def _conceive(self) -> NamespacesMachine:
         self._ensure_slots()
-        group = holding.make_group(self.facts.groups)
-        here, there = wire.pair()
-        embryo = NamespacesMachine(self, here, group)
-        self._machines[embryo.key] = embryo
         try:
-            paths = group.paths if group is not None else []
-            message = {"op": "prepare", "id": embryo.key, "cgroups": paths, **self._shape(*self._usual)}
-            wire.send(self._link, message, [there.fileno()])
+            return self._adopt(beginning.conceive(self._link, self.facts.groups, self._shape()))
         except OSError as problem:
-            embryo.spawned.set_exception(
-                errors.error(
-                    "capacity_exceeded",
-                    f"the launcher cannot take more work: {problem.strerror}",
-                    hint="try again",
-                )
-            )
-            embryo.spawned.exception()  # an embryo that nobody waits for tells nobody
-            embryo.died("it was never made")
-        finally:
-            there.close()
-        return embryo
+            raise errors.error(
+                "capacity_exceeded",
+                f"the launcher cannot take more work: {problem.strerror}",
+                hint="try again",
+            ) from None
+
+    def _adopt(self, embryo: beginning.Embryo) -> NamespacesMachine:
+        made = NamespacesMachine(self, embryo)
+        self._machines[made.key] = made
+        return made
 
     def _refill_later(self) -> None:
         """Not at once: making embryos would compete with the first command of the sandbox that was just made."""
@@ -368,8 +326,9 @@ class NamespacesDriver(interfaces.Driver):
         elif len(self._embryos) > self._wanted // 2:
             self._wanted = max(self._wanted - 1, self._fewest)
         if self.alive:
-            for _ in range(self._wanted - len(self._embryos)):
-                self._embryos.append(self._conceive())
+            with suppress(errors.ClocheError):  # told to whoever asks when none is ready
+                for _ in range(self._wanted - len(self._embryos)):
+                    self._embryos.append(self._conceive())
 
     def _require(self, rules: policy.Merged) -> None:
         holding.check_calls(rules)
@@ -405,10 +364,12 @@ class NamespacesDriver(interfaces.Driver):
         base = self._image if image is None else roots.of(image)
         self._usual = (resources, rules.files.root)
         extra = dict(exposure.env) if exposure is not None else {}
+        view = beginning.make_view(base, resources.memory_mib, rules.files.root == "overlay", exposure)
         return {
-            "steps": mounts.plan(self._view(resources, rules.files.root, exposure, base)), "rlimits": held.rlimits, "affinity": held.affinity,
+            "steps": mounts.plan(view), "rlimits": held.rlimits, "affinity": held.affinity,
             "syscalls": rules.syscalls.profile, "denied_syscalls": list(rules.syscalls.deny), "landlock": _landlock_rules(rules, exposure),
-            "disk": self._disk(resources.disk_mib), "owner": list(exposure.owner) if exposure is not None else None,
+            "disk": beginning.find_disk(self._home, resources.disk_mib, looped=self.facts.loop_disks),
+            "owner": list(exposure.owner) if exposure is not None else None,
             "owns": image is not None and image.owns, "layer": rules.files.root == "overlay", "watch_mounts": exposure is not None and bool(exposure.protect or exposure.deny),
             "agent": {
                 "env": {**base.environment, **extra, **spec.env}, "uid": host.USER_ID,
@@ -417,42 +378,18 @@ class NamespacesDriver(interfaces.Driver):
             },
         }  # fmt: skip
 
-    def _view(
-        self,
-        resources: model.Resources,
-        root: policy.Root,
-        exposure: interfaces.Exposure | None,
-        base: host.HostImage,
-    ) -> mounts.View:
-        shown = exposure or interfaces.Exposure(root="", owner=(0, 0))
-        return mounts.View(
-            skeleton=base.skeleton, layers=base.layers, writable=root == "overlay",
-            shm_mib=max(1, min(resources.memory_mib // 2, 1024)),
-            overlays=(shown.root,) if shown.overlay else (),
-            binds=tuple(mounts.Bind(b.source, b.target, writable=b.writable, owner=b.owner) for b in shown.binds),
-            private=shown.private, pinned=shown.pinned, protect=shown.protect, deny=shown.deny,
-        )  # fmt: skip
-
     def _disk_limit(self, mib: int) -> model.Limit:
         by = "loop file system" if self.facts.loop_disks else "tmpfs, counted as memory"
         return model.Limit(value=mib, enforcement="enforced", by=by)
 
-    def _shape(self, resources: model.Resources, root: policy.Root) -> dict[str, Any]:
+    def _shape(self) -> dict[str, Any]:
         """What embryos are given ahead of need: the disk and the root that were asked for last, on the host's programs.
         An image is not held for them: one that was removed must not be in a root that waits."""
-        return {
-            "disk": self._disk(resources.disk_mib),
-            "steps": mounts.plan(self._view(resources, root, None, self._image)),
-        }
-
-    def _disk(self, mib: int) -> dict[str, Any]:
-        template = ""
-        if self.facts.loop_disks:
-            template = os.path.join(self._home, "images", f"disk-{mib}-1.ext4")
-            if not os.path.exists(template):
-                os.makedirs(os.path.dirname(template), mode=0o700, exist_ok=True)
-                loops.format_image(template, mib, mounts.DISK)
-        return {"mib": mib, "template": template}
+        resources, root = self._usual
+        return beginning.make_shape(
+            self._home, self._image, rootless=self.facts.rootless, memory_mib=resources.memory_mib,
+            disk_mib=resources.disk_mib, writable=root == "overlay",
+        )  # fmt: skip
 
     def mount(
         self, key: str, owner: tuple[int, int], protect: list[tuple[str, str]], deny: list[str]
@@ -496,11 +433,12 @@ class NamespacesDriver(interfaces.Driver):
 
 
 class NamespacesMachine(holding.HeldMachine):
-    def __init__(self, driver: NamespacesDriver, sock: socket.socket, group: cgroups.Group | None) -> None:
-        super().__init__("", sock, group, _UNBORN)
-        self.key = os.urandom(8).hex()
+    def __init__(self, driver: NamespacesDriver, embryo: beginning.Embryo) -> None:
+        super().__init__("", embryo.link, embryo.group, _UNBORN)
+        self.key = embryo.key
         self.spawned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._driver = driver
+        self._killed = False
         self._protected: tuple[str, ...] = ()
         self._exposure: interfaces.Exposure | None = None
         self._mounts: watching.Mounts | None = None
@@ -641,9 +579,10 @@ class NamespacesMachine(holding.HeldMachine):
         await self._wait_gone()
 
     def kill_now(self) -> None:
-        """PID 1's death is the death of its pid namespace."""
+        """PID 1's death is the death of its pid namespace. Once is enough: nothing survives SIGKILL but a moment."""
         self._let_go_of_disk()  # before: who lets go last waits for the unmounting
-        if self._pidfd >= 0:
+        if self._pidfd >= 0 and not self._killed:
+            self._killed = True
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self.thaw()

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from cloche import errors, interfaces, model, policy
-from cloche.drivers import holding, narrow, spawned, supervising
+from cloche.drivers import beginning, holding, narrow, spawned, supervising
 from cloche.guest import wire
 from cloche.images import host
 from cloche.linux import cgroups, landlock, seccomp
@@ -74,7 +74,7 @@ class ProcessDriver(spawned.SpawnedDriver):
             here, there = wire.pair()
             control, their_control = wire.pair()
             made = ProcessMachine(
-                self, sandbox_id, here, holding.make_group(self.groups), self._isolation(), room, control
+                self, sandbox_id, here, beginning.make_group(self.groups), self._isolation(), room, control
             )
         except BaseException:
             os.close(lock)

@@ -22,8 +22,8 @@ _SEND_BUFFER = 512 * 1024  # as `guest.wire.pair`
 class Launch:
     """A launcher that was started: the engine's end of its socket, and the process that will be reaped."""
 
-    def __init__(self, link: "_socket.socket", pid: int) -> None:
-        self._link = link
+    def __init__(self, end: "_socket.socket", pid: int) -> None:
+        self.end = end
         self.pid = pid
 
     @property
@@ -31,7 +31,7 @@ class Launch:
         """The socket, to whoever owns the launcher from now on; once. (`socket` is not imported before it is needed.)"""
         import socket
 
-        return socket.socket(fileno=self._link.detach())
+        return socket.socket(fileno=self.end.detach())
 
 
 def start() -> Launch:

@@ -12,8 +12,8 @@ work at all: a launcher in a user namespace that maps one ordinary uid has its p
 Numbers are those of linux/netfilter/nf_tables.h. Standard library only: the launcher imports this.
 """
 
+import _socket
 import os
-import socket
 import struct
 
 TABLE = "cloche"
@@ -59,14 +59,14 @@ def load(capture_port: int, dns_port: int) -> None:
     """Put the rules into this network namespace, in one transaction."""
     # SAFETY: changes the network namespace of the calling thread only, which the caller made for one sandbox.
     # tests/egress/test_capture.py::test_rules_stay_in_their_namespace
-    to_v4_loopback = [*_family(socket.AF_INET), _payload(1, 16, 1), _compare(b"\x7f")]
+    to_v4_loopback = [*_family(_socket.AF_INET), _payload(1, 16, 1), _compare(b"\x7f")]
     to_v6_loopback = [
-        *_family(socket.AF_INET6),
+        *_family(_socket.AF_INET6),
         _payload(1, 24, 16),
-        _compare(socket.inet_pton(socket.AF_INET6, "::1")),
+        _compare(_socket.inet_pton(_socket.AF_INET6, "::1")),
     ]
-    is_tcp = [_meta(16), _compare(bytes([socket.IPPROTO_TCP]))]
-    is_v4_udp = [*_family(socket.AF_INET), _payload(1, 9, 1), _compare(bytes([socket.IPPROTO_UDP]))]
+    is_tcp = [_meta(16), _compare(bytes([_socket.IPPROTO_TCP]))]
+    is_v4_udp = [*_family(_socket.AF_INET), _payload(1, 9, 1), _compare(bytes([_socket.IPPROTO_UDP]))]
     to_port_53 = [_payload(2, 2, 2), _compare(struct.pack(">H", 53))]
     _send(
         [
@@ -108,7 +108,7 @@ def _meta(key: int) -> bytes:
 
 
 def _family(family: int) -> "list[bytes]":
-    number = {socket.AF_INET: 2, socket.AF_INET6: 10}[socket.AddressFamily(family)]
+    number = {_socket.AF_INET: 2, _socket.AF_INET6: 10}[family]
     return [_meta(15), _compare(bytes([number]))]
 
 
@@ -177,13 +177,16 @@ def _send(messages: "list[bytes]") -> None:
         flags = struct.unpack_from("=H", message, 6)[0] | _ACK
         batch += message[:6] + struct.pack("=HI", flags, number) + message[12:]
     batch += end
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETFILTER) as link:
+    link = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW | _socket.SOCK_CLOEXEC, _NETFILTER)
+    try:
         link.settimeout(_WAIT_S)
         link.bind((0, 0))
         link.send(batch)
         answered = 0
         while answered < len(messages):
             answered += _count(link.recv(65536))
+    finally:
+        link.close()
 
 
 def _count(data: bytes) -> int:

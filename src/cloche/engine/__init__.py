@@ -752,9 +752,9 @@ class Engine(interfaces.Backend):
     async def exec(self, sandbox: str, request: model.ExecRequest) -> model.ExecResult:
         """Run to the end, or, past `background_after_s`, hand back the running command."""
         found = self._find(sandbox)
-        running = await self._start(found, request)
+        running = await self._start(found, request, to_end=request.background_after_s is None)
         try:
-            return await asyncio.wait_for(asyncio.shield(running.result), request.background_after_s)
+            return await asyncio.wait_for(running.finished(), request.background_after_s)
         except TimeoutError:
             log = running.log
             return model.ExecResult(
@@ -776,9 +776,11 @@ class Engine(interfaces.Backend):
     async def start(self, sandbox: str, request: model.ExecRequest) -> model.ExecutionInfo:
         return (await self._start(self._find(sandbox), request)).info()
 
-    async def _start(self, found: sandboxes.Sandbox, request: model.ExecRequest) -> execution.Execution:
+    async def _start(
+        self, found: sandboxes.Sandbox, request: model.ExecRequest, *, to_end: bool = False
+    ) -> execution.Execution:
         await self._networks.ready(found)
-        running = await found.start(request)
+        running = await found.start(request, to_end=to_end)
         self._reaper.look_again(found)  # memory that is watched is watched while something runs
         shown = running.info()
         self._journal.append(
@@ -791,7 +793,10 @@ class Engine(interfaces.Backend):
                 user=request.user,
             )
         )
-        running.result.add_done_callback(lambda future: self._record_exit(found, running, future))
+        if running.running:
+            running.result.add_done_callback(lambda future: self._record_exit(found, running, future))
+        else:
+            self._record_exit(found, running, running.result)
         return running
 
     def _record_exit(

@@ -24,7 +24,7 @@ from cloche.engine import output
 _CHUNK = 256 * 1024
 _BACKLOG = 8 << 20  # bytes that a lossless follower may be behind
 _TURNS = 8  # chunks read from one pipe before others get their turn
-_PIPE_SIZE = 256 * 1024
+_USUAL_PIPE_SIZE, _PIPE_SIZE = 64 * 1024, 256 * 1024
 _MAX_STDIN = 64 * 1024 * 1024
 _READ_ONLY = b": Read-only file system"
 _APART = re.compile(rb"[\s:'\"\x60]")
@@ -36,8 +36,9 @@ _ORPHANS_S = 2.0  # how long after the leader's end its orphans' output still re
 class Execution:
     def __init__(
         self, execution_id: str, request: model.ExecRequest, machine: interfaces.Machine, limits: settings.Limits,
-        directory: str, on_use: Callable[[], None],
+        directory: str, on_use: Callable[[], None], *, together: bool = False,
     ) -> None:  # fmt: skip
+        """`together`: whoever asks waits for the end, and need not be told of the start before."""
         self.id = execution_id
         self.request = request
         self.pid = 0
@@ -48,8 +49,10 @@ class Execution:
         self._loop = asyncio.get_running_loop()
         self._machine = machine
         self._on_use = on_use
+        self._together = together
+        self._waiters: list[asyncio.Future[None]] = []
         self._readers: dict[int, model.StreamName] = {}
-        self._paused = False
+        self._paused = True  # until it has been started
         self.log.on_taken = self._resume_reading
         self._stdin = -1
         self._pending = bytearray()
@@ -58,7 +61,7 @@ class Execution:
         self._master = -1
         self._denials: list[model.Denial] = []
         self._faults: list[str] = []
-        self._timed_out = self._oom_killed = self._given_up = False
+        self._timed_out = self._oom_killed = False
         self._began = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._last_resort: asyncio.TimerHandle | None = None
@@ -91,13 +94,11 @@ class Execution:
         try:
             inside = self._open_terminal() if request.pty else self._open_pipes()
             wanted = interfaces.Start(
-                request.command, request.env, request.cwd, request.user, inside, request.pty is not None
-            )
-            starting = self._loop.create_task(self._machine.start(wanted), name=f"start {self.id}")
-            starting.add_done_callback(self._started)
-            child = await asyncio.shield(starting)
+                request.command, request.env, request.cwd, request.user, inside, request.pty is not None,
+                self._together,
+            )  # fmt: skip
+            child = await self._machine.start(wanted)
         except BaseException:
-            self._given_up = True
             self._cancel_timers()
             self._close_all()
             self.log.close()
@@ -105,16 +106,30 @@ class Execution:
         finally:
             for fd in set(inside):
                 os.close(fd)
+        self.pid = child.pid
+        if child.exited.done():
+            self._exited(child.exited)
+            return
+        self._resume_reading()
         if request.timeout_s is not None:
             self._timer = self._loop.call_later(request.timeout_s, self._time_out)
         child.exited.add_done_callback(self._exited)
 
-    def _started(self, starting: asyncio.Task[interfaces.Child]) -> None:
-        if starting.cancelled() or starting.exception() is not None:
-            return
-        self.pid = starting.result().pid
-        if self._given_up:
-            self._kill_tree()  # whoever asked for it has been cancelled meanwhile, and nobody else knows of it
+    async def finished(self) -> model.ExecResult:
+        """Wait for the result. As a shielded `result`, without the turns of the loop that a shield takes."""
+        if not self.result.done():
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
+        return self.result.result()
+
+    def _wake_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _open_pipes(self) -> list[int]:
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
@@ -152,11 +167,7 @@ class Execution:
 
     def _read(self, fd: int, stream: model.StreamName) -> None:
         os.set_blocking(fd, False)
-        if fd != self._master:
-            with suppress(OSError):
-                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         self._readers[fd] = stream
-        self._loop.add_reader(fd, self._readable, fd)
 
     def _readable(self, fd: int, turns: int = _TURNS) -> None:
         for _ in range(turns):
@@ -169,6 +180,9 @@ class Execution:
             if not data:
                 self._stop_reading(fd)
                 return
+            if len(data) == _USUAL_PIPE_SIZE and fd != self._master:
+                with suppress(OSError):  # it was full: a command that writes much gets a larger one
+                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
             self._on_use()
             self.log.add(self._readers[fd], data)
             if self.log.backlog > _BACKLOG:
@@ -189,7 +203,8 @@ class Execution:
 
     def _stop_reading(self, fd: int) -> None:
         if self._readers.pop(fd, None) is not None:
-            self._loop.remove_reader(fd)
+            if not self._paused:
+                self._loop.remove_reader(fd)
             os.close(fd)
             if fd == self._master:
                 self._master = -1
@@ -312,6 +327,7 @@ class Execution:
             if not self.result.done():
                 self.result.set_exception(lost)
                 self.result.exception()
+            self._wake_waiters()
             self.log.close()
             return
         for fd in list(self._readers):
@@ -322,8 +338,10 @@ class Execution:
         self.log.finish(result)
         if not self.result.done():
             self.result.set_result(result)
+        self._wake_waiters()
         self._on_use()
         if self._readers:
+            self._resume_reading()
             self._linger = self._loop.call_later(_ORPHANS_S, self._close_all)
 
     def _make_result(self, status: interfaces.ExitStatus) -> model.ExecResult:

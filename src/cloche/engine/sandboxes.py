@@ -104,7 +104,8 @@ class Sandbox:
 
     # ── executions ──────────────────────────────────────────────────────────────────────────────
 
-    async def start(self, request: model.ExecRequest) -> execution.Execution:
+    async def start(self, request: model.ExecRequest, *, to_end: bool = False) -> execution.Execution:
+        """Start a command; with `to_end` the caller waits for its end, and may learn of its start as late as that."""
         request.check()
         policy.check_environment(self.rules, request.env)
         if request.user == "root" and not self.rules.isolation.root_user:
@@ -114,8 +115,9 @@ class Sandbox:
             )  # fmt: skip
         await self.wake()
         made = execution.Execution(
-            model.new_id(), request, self.machine, self._limits, self._directory, self.touch
-        )
+            model.new_id(), request, self.machine, self._limits, self._directory, self.touch,
+            together=to_end and not self._unfinished,  # else a denial might come before the pid it is known by
+        )  # fmt: skip
         self._forget_finished()
         self.executions[made.id] = made
         self._unfinished.add(made.id)
@@ -126,7 +128,10 @@ class Sandbox:
             del self.executions[made.id]
             self._unfinished.discard(made.id)
             raise
-        made.result.add_done_callback(lambda _: self._unfinished.discard(made.id))
+        if made.running:
+            made.result.add_done_callback(lambda _: self._unfinished.discard(made.id))
+        else:
+            self._unfinished.discard(made.id)
         self.count += 1
         return made
 
@@ -143,6 +148,9 @@ class Sandbox:
         """Those that began long ago, and of the others all but the last. It runs with every start, so oldest first."""
         horizon = time.time() - self._limits.log_linger_s
         excess = len(self.executions) - len(self._unfinished) - _MOST_FINISHED
+        oldest = next(iter(self.executions.values()), None)
+        if oldest is None or (excess <= 0 and oldest.started_at >= horizon):
+            return
         for old in list(self.executions.values()):
             if excess <= 0 and old.started_at >= horizon:
                 return

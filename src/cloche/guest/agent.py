@@ -8,17 +8,17 @@ real uid is the user's, 1000, which commands get, and it touches files as 1000 t
 no capability, and commands run as it does.
 
 Requests carry `n` and are answered with the same `n`; an `errno` in an answer means that it failed. The one message
-sent unasked is `{"exit": pid, …}`.
+sent unasked is `{"exit": pid, …}`. Where the host asks for it (`together`), the answer to a start waits a moment for
+the command's exit, and both go as one: most commands are short, and a message costs both sides as much as a fork.
 """
 
-import _signal  # type: ignore[import-not-found]
+import _signal  # type: ignore[import-not-found]  # its Python face imports enum, for every sandbox
+import _socket
 import errno
 import fcntl
 import os
 import resource
 import select
-import signal
-import socket
 import stat
 import struct
 import termios
@@ -33,14 +33,17 @@ if TYPE_CHECKING:
     Answer = tuple[Message, list[int]]
     T = TypeVar("T")
 
-_IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ), int(signal.SIGINT), int(signal.SIGHUP))
+_IGNORED = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGHUP)
+# All that a command shall find as it would after exec alone. libc looks at each that is not named here, and then sets it.
+_DEFAULT = tuple(n for n in range(1, 65) if n not in (_signal.SIGKILL, _signal.SIGSTOP, 32, 33))
 _FIRST_MARK = 10**15
 _SHELLS = ("/bin/bash", "/bin/sh")
+_TOGETHER_MS = 3  # how long the answer to a start waits for the exit
 _BATCH = 400  # directory entries looked at for one frame
 
 
 class Agent:
-    def __init__(self, link: socket.socket, config: "Message") -> None:
+    def __init__(self, link: _socket.socket, config: "Message") -> None:
         self.link = link
         self.base_env: dict[str, str] = dict(config["env"])
         self.default_cwd = str(config["cwd"])
@@ -49,30 +52,37 @@ class Agent:
         self.leaders: set[int] = set()
         self.marks: dict[int, int] = {}  # of the live leaders, see `mark`
         self.next_mark = _FIRST_MARK
+        self.held: Message | None = None  # the answer to a start, while it waits for the exit
         self.watches: dict[int, Watch] = {}
         self.shell = next((s for s in _SHELLS if os.access(s, os.X_OK)), "/bin/sh")
         self.poll = select.poll()
         self.acts = {
             "exec": self.exec, "signal": self.signal, "open": self.open, "stat": self.stat, "list": self.list_entries,
-            "move": self.move, "remove": self.remove, "make_dir": self.make_dir, "chmod": self.chmod,
+            "move": self.move, "replace": self.replace, "remove": self.remove, "make_dir": self.make_dir, "chmod": self.chmod,
             "symlink": self.symlink, "watch": self.watch, "unwatch": self.unwatch, "env": self.env, "connect": self.connect,
             "ping": self.ping, "processes": self.processes,
         }  # fmt: skip
 
     def run(self) -> None:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        _signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
         self.poll.register(self.link.fileno(), select.POLLIN)
         self.poll.register(wake_read, select.POLLIN)
+        link = self.link.fileno()
         while True:
-            for descriptor, _ in self.poll.poll():
-                if descriptor == self.link.fileno():
+            ready = self.poll.poll(_TOGETHER_MS if self.held else None)
+            if not ready:
+                self.release()
+            for descriptor, _ in ready:
+                if descriptor == link:
+                    self.release()
                     if not self.serve_one():
                         return
                 elif descriptor == wake_read:
                     os.read(wake_read, 4096)
                     self.reap()
+                    self.release()
                 elif descriptor in self.watches:
                     events = self.watches[descriptor].read()
                     while events:
@@ -96,9 +106,17 @@ class Agent:
         finally:
             wire.close_all(fds)
         answer["n"] = message["n"]
+        if message.get("together") and "pid" in answer:
+            self.held = answer
+            return True
         self.send(answer, out)
         wire.close_all(out)
         return True
+
+    def release(self) -> None:
+        if self.held is not None:
+            held, self.held = self.held, None
+            self.send(held)
 
     def send(self, message: "Message", fds: "list[int] | tuple[int, ...]" = ()) -> None:
         try:
@@ -155,7 +173,7 @@ class Agent:
             # a later one's source; all else is close-on-exec. tests/security/test_descriptors.py
             return os.posix_spawn(
                 find_program(argv[0], environment), argv, environment, file_actions=actions, resetids=self.can_switch,
-                setsid=True, setsigdef=_IGNORED, setsigmask=(),
+                setsid=True, setsigdef=_DEFAULT, setsigmask=(),
             )  # fmt: skip
         except OSError:
             return 0
@@ -226,7 +244,7 @@ class Agent:
         if self.can_switch:
             os.setresgid(identity, identity, identity)
             os.setresuid(identity, identity, identity)
-        # exec resets what is caught, not what is ignored. The C functions: the wrappers cost 10 µs of enums each.
+        # exec resets what is caught, not what is ignored.
         for number in _IGNORED:
             _signal.signal(number, _signal.SIG_DFL)
         _replace(argv, {os.fsencode(k): os.fsencode(v) for k, v in environment.items()})
@@ -243,7 +261,12 @@ class Agent:
                 self.leaders.discard(pid)
                 self.marks.pop(pid, None)
                 cpu_ms = (usage.ru_utime + usage.ru_stime) * 1000
-                self.send({"exit": pid, "status": status, "cpu_ms": cpu_ms, "rss_kib": usage.ru_maxrss})
+                exit = {"exit": pid, "status": status, "cpu_ms": cpu_ms, "rss_kib": usage.ru_maxrss}
+                if self.held is not None and self.held["pid"] == pid:
+                    self.held.update(exit)
+                    self.release()
+                else:
+                    self.send(exit)
 
     def signal(self, message: "Message", _fds: "list[int]") -> "Answer":
         """Signal a leader, its process group, or its whole tree."""
@@ -270,12 +293,12 @@ class Agent:
             if not found:
                 break
             for pid in found:
-                _kill(pid, signal.SIGSTOP)
+                _kill(pid, _signal.SIGSTOP)
             seen |= found
         for pid in seen:
             _kill(pid, number)
-            if number != signal.SIGKILL:
-                _kill(pid, signal.SIGCONT)
+            if number != _signal.SIGKILL:
+                _kill(pid, _signal.SIGCONT)
         return len(seen)
 
     def tree(self, leader: int) -> "set[int]":
@@ -310,11 +333,14 @@ class Agent:
 
     def connect(self, message: "Message", _fds: "list[int]") -> "Answer":
         """A connection to a port inside, made in this network namespace and handed out."""
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as link:
+        link = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        try:
             link.settimeout(2)
             link.connect(("127.0.0.1", int(message["port"])))
             link.settimeout(None)
             return {}, [link.detach()]
+        finally:
+            link.close()
 
     # ── files, always as the user asked for ─────────────────────────────────────────────────────
 
@@ -372,6 +398,21 @@ class Agent:
             if not message.get("overwrite", True) and os.path.lexists(target):
                 raise FileExistsError(errno.EEXIST, "exists", target)
             os.rename(source, target)
+            return {}, []
+
+    def replace(self, message: "Message", _fds: "list[int]") -> "Answer":
+        """Put a draft in the place of a regular file, or of nothing; on request with the mode of the file before it."""
+        with self.acting_as(self.identity(message)):
+            draft, target = self.absolute(str(message["path"])), self.absolute(str(message["target"]))
+            try:
+                mode = os.lstat(target).st_mode
+            except FileNotFoundError:
+                mode = 0
+            if mode and not stat.S_ISREG(mode):
+                raise OSError(errno.ENXIO, "not a regular file", target)
+            if mode and message.get("keep_mode"):
+                os.chmod(draft, stat.S_IMODE(mode))
+            os.rename(draft, target)
             return {}, []
 
     def remove(self, message: "Message", _fds: "list[int]") -> "Answer":
@@ -590,7 +631,7 @@ def _remove_below(parent: int, name: str) -> None:
 
 def prime() -> None:
     """Touch what first use would pay for (or import), while imports still work."""
-    for codec in ("utf-8", "latin-1", "ascii", "idna"):
+    for codec in ("utf-8", "latin-1", "ascii"):
         "a".encode(codec)
     b"\xff".decode("utf-8", "replace")
     os.fsencode("\udcff")

@@ -431,9 +431,17 @@ def _note(groups: list[dict[str, str]], controllers: list[str], path: str) -> No
 
 def _find(top: str, prefix: str, spared: set[str]) -> list[str]:
     found = []
-    for path, names, _ in os.walk(top):
+    waiting = [top]
+    while waiting:
+        path = waiting.pop()
+        try:
+            if os.stat(path).st_nlink == 2:
+                continue  # nothing beneath, as nearly everywhere: a group has sixty files that need no look
+            names = [entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            continue  # gone meanwhile
         found += [f"{path}/{name}" for name in names if name.startswith(prefix) and name not in spared]
-        names[:] = [name for name in names if not name.startswith(prefix)]
+        waiting += [f"{path}/{name}" for name in names if not name.startswith(prefix)]
     return found
 
 
@@ -663,6 +671,13 @@ class Group:
 
 def _try_remove(files: Files, directory: str) -> bool:
     """Remove a group and the empty ones beneath it, the deepest first; True when it is gone."""
+    try:
+        files.remove(directory)
+        return True
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass  # in use, or with groups beneath it: only then it is worth a look
     try:
         names = [entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
         for name in names:

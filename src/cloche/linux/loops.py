@@ -56,25 +56,39 @@ def format_image(path: str, mib: int, directories: "tuple[str, ...]" = ()) -> No
             os.unlink(temporary)
 
 
-def copy_image(source: str) -> int:
-    """A sparse copy without a name, as a descriptor: only what is data in `source` is written, and if this process is
-    killed nothing is left."""
-    reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        writing = os.open(os.path.dirname(source), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        size = os.fstat(reading).st_size
-        os.ftruncate(writing, size)
-        position = 0
-        while position < size:
-            try:
-                start = os.lseek(reading, position, os.SEEK_DATA)
-            except OSError:
-                break  # ENXIO: the rest is a hole
-            position = os.lseek(reading, start, os.SEEK_HOLE)
-            os.pwrite(writing, os.pread(reading, position - start, start), start)
-    finally:
-        os.close(reading)
-    return writing
+class Image:
+    """A formatted image, read once: its size, and the few parts of it that are data. Nobody ever changes the file."""
+
+    def __init__(self, path: str) -> None:
+        self._directory = os.path.dirname(path)
+        self._parts: list[tuple[int, bytes]] = []
+        reading = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._size = os.fstat(reading).st_size
+            position = 0
+            while position < self._size:
+                try:
+                    start = os.lseek(reading, position, os.SEEK_DATA)
+                except OSError:
+                    break  # ENXIO: the rest is a hole
+                position = os.lseek(reading, start, os.SEEK_HOLE)
+                part = os.pread(reading, position - start, start)
+                if part.strip(b"\0"):
+                    self._parts.append((start, part))
+        finally:
+            os.close(reading)
+
+    def copy(self) -> int:
+        """A sparse copy without a name, as a descriptor: if this process is killed nothing is left."""
+        writing = os.open(self._directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(writing, self._size)
+            for start, part in self._parts:
+                os.pwrite(writing, part, start)
+        except OSError:
+            os.close(writing)
+            raise
+        return writing
 
 
 def attach(backing: int) -> "tuple[int, str]":

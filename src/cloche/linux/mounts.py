@@ -162,6 +162,11 @@ def make_stage(path: str, layers: int = 24) -> Stage:
     with open(f"{masked}/file", "wb"):
         os.chmod(f"{masked}/file", 0)
     os.mkdir(f"{masked}/dir", 0o000)
+    for cover in ("file", "dir"):
+        # A mount of their own, which nobody can write to; what is bound from it is as it is.
+        syscalls.mount(f"{masked}/{cover}", f"{masked}/{cover}", None, _BIND)
+        flags = _BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _LOCKED | syscalls.MS_NOEXEC
+        syscalls.mount(None, f"{masked}/{cover}", None, flags)
     return Stage(path, f"{masked}/file", f"{masked}/dir")
 
 
@@ -378,9 +383,6 @@ class Builder:
             return
         cover = self.stage.masked_dir if stat.S_ISDIR(info.st_mode) else self.stage.masked_file
         syscalls.mount(cover, path, None, _BIND)
-        syscalls.mount(
-            None, path, None, _BIND | syscalls.MS_REMOUNT | syscalls.MS_RDONLY | _LOCKED | syscalls.MS_NOEXEC
-        )
 
     def do_bind(self, target: str, source: str, options: "dict[str, Any]") -> None:
         self.prepare(target, source, options)

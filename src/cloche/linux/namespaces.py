@@ -13,14 +13,15 @@ the sandbox's first process. The order that works, and that every caller follows
 Standard library and `linux.syscalls` only.
 """
 
+import _socket
 import fcntl
 import os
-import socket
 import struct
 
 from cloche.linux import syscalls
 
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_SIGKILL = 9
 
 IdMap = tuple[int, int, int]  # first id inside, first id outside, how many
 
@@ -42,69 +43,53 @@ def make_blank(uid_maps: list[IdMap], gid_maps: list[IdMap], slot: int, lower_fd
     return Blank(user_fd, make_net(), slot, lower_fd)
 
 
-def make_user(
-    uid_maps: list[IdMap], gid_maps: list[IdMap], *, close_nested: bool = True, proc: str = "/proc"
-) -> int:
-    """A user namespace with these maps, as a descriptor; nested ones are closed inside it.
+def make_user(uid_maps: list[IdMap], gid_maps: list[IdMap], *, proc: str = "/proc") -> int:
+    """A user namespace with these maps, as a descriptor. Whoever enters it applies `Bounds`.
 
-    A helper enters the namespace, waits for its maps, closes nested namespaces and is gone. `proc` is a proc file system
-    that counts pids as the caller does.
+    Somebody must be in it while its maps are written: a child that does nothing. `proc` is a proc file system that
+    counts pids as the caller does.
     """
-    here, there = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        here.close()  # else the helper would wait for an end that it holds open itself
-        _become_user_namespace(there, close_nested)
-    there.close()
+    # SAFETY: the child has capabilities over nothing but a new, empty user namespace, and runs no code of anybody's.
+    # tests/security/test_kernel.py::test_user_namespaces_are_closed
+    pid = syscalls.clone_idle(syscalls.CLONE_NEWUSER)
     try:
-        _expect(here)
         _write(f"{proc}/{pid}/uid_map", _lines(uid_maps))
         if len(gid_maps) == 1 and gid_maps[0][2] == 1:
             # One gid without privilege needs setgroups closed first; with privilege it does no harm.
             _write(f"{proc}/{pid}/setgroups", "deny", missing_ok=True)
         _write(f"{proc}/{pid}/gid_map", _lines(gid_maps))
-        here.send(b"m")
-        _expect(here)
         return os.open(f"{proc}/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        here.close()
+        os.kill(pid, _SIGKILL)
         os.waitpid(pid, 0)
 
 
-def _become_user_namespace(link: socket.socket, close_nested: bool) -> None:
-    status = 1
-    try:
-        # SAFETY: gives this helper capabilities over nothing but a new, empty user namespace; the helper runs no
-        # code but these lines. tests/security/test_kernel.py::test_user_namespaces_are_closed
-        syscalls.unshare(syscalls.CLONE_NEWUSER)
-        link.send(b"u")
-        _expect(link)
-        if close_nested:
-            _write("/proc/sys/user/max_user_namespaces", "0")
-            _leave_watches_to_others()
-        link.send(b"d")
-        link.recv(1)  # EOF: the descriptor was opened, or the maker died
-        status = 0
-    finally:
-        os._exit(status)
+class Bounds:
+    """What holds inside a user namespace for good: written by its first process, as soon as it is in.
 
+    The kernel shows /proc/sys/user of whoever looks, so this cannot be done from outside; and the sandbox's own /proc is
+    read-only. Hence a descriptor of the maker's.
+    """
 
-def _leave_watches_to_others() -> None:
-    """Inotify is counted for whoever made the namespace, up to the host's limit: bound what one sandbox takes of it."""
-    for kind in ("instances", "watches"):
-        try:
-            with open(f"/proc/sys/fs/inotify/max_user_{kind}") as file:
-                share = max(8, int(file.read()) // 8)
-        except FileNotFoundError:
-            continue
+    def __init__(self) -> None:
+        self.sysctl = os.open("/proc/sys", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        # SAFETY: else one sandbox could make namespaces that are its own.
+        # tests/security/test_kernel.py::test_user_namespaces_are_closed
+        self._lines = [("user/max_user_namespaces", "0")]
+        # Inotify is counted for whoever made the namespace, up to the host's limit.
         # SAFETY: else one sandbox leaves none to its neighbours, nor to the caller's other programs.
         # tests/security/test_limits.py::test_one_sandbox_cannot_take_all_watches
-        _write(f"/proc/sys/user/max_inotify_{kind}", str(share), missing_ok=True)
+        for kind in ("instances", "watches"):
+            try:
+                with open(f"/proc/sys/fs/inotify/max_user_{kind}") as file:
+                    share = max(8, int(file.read()) // 8)
+            except FileNotFoundError:
+                continue
+            self._lines.append((f"user/max_inotify_{kind}", str(share)))
 
-
-def _expect(link: socket.socket) -> None:
-    if not link.recv(1):
-        raise OSError(1, "a user namespace could not be made (see cloche doctor)")
+    def apply(self) -> None:
+        for path, text in self._lines:
+            _write(path, text, missing_ok="inotify" in path, within=self.sysctl)
 
 
 def make_net() -> int:
@@ -124,19 +109,22 @@ def make_net() -> int:
 
 
 def raise_loopback() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
+    try:
         request = struct.pack("16sH22x", b"lo", _IFF_UP)
         flags = struct.unpack_from("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
         fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", flags | _IFF_UP))
+    finally:
+        probe.close()
 
 
 def _lines(maps: list[IdMap]) -> str:
     return "".join(f"{inside} {outside} {count}\n" for inside, outside, count in maps)
 
 
-def _write(path: str, text: str, *, missing_ok: bool = False) -> None:
+def _write(path: str, text: str, *, missing_ok: bool = False, within: int | None = None) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=within)
     except FileNotFoundError:
         if missing_ok:
             return

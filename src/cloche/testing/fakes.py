@@ -369,6 +369,14 @@ class Files:
             os.close(self._files[new])
         self._files[new] = self._files.pop(old)
 
+    def replace(self, path: str, target: str, keep_mode: bool = False) -> SimpleNamespace:
+        target = _absolute(target)
+        if target in self.directories:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        if keep_mode and target in self._files:
+            os.fchmod(self._files[path], stat.S_IMODE(os.fstat(self._files[target]).st_mode))
+        return self.move(path, target)
+
     def remove(self, path: str, recursive: bool = False) -> SimpleNamespace:
         self._entry(path)
         below = [p for p in (*self.directories, *self._files) if p.startswith(path + "/")]

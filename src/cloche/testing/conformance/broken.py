@@ -46,6 +46,7 @@ FLAWS: dict[str, str] = {
     "content": "loses the first byte of what is read",
     "listing": "lists a hundred entries, all of them files",
     "errors": "calls every failure permission_denied, and some none",
+    "owners": "says that everything is root's",
     "specials": "opens whatever it is asked to",
     "links": "follows symlinks when it should not",
     "watching": "tells of no change",
@@ -357,7 +358,7 @@ class PlainMachine(interfaces.Machine):
     async def file_act(self, act: str, path: str, *, user: str = "user", **arguments: Any) -> Any:
         self._live()
         acts: dict[str, Callable[..., Any]] = {
-            "stat": self._stat, "list": self._list, "move": self._move, "remove": self._remove,
+            "stat": self._stat, "list": self._list, "move": self._move, "replace": self._replace, "remove": self._remove,
             "make_dir": self._make_dir, "chmod": self._chmod, "symlink": self._symlink,
         }  # fmt: skip
         with self._border(path):
@@ -368,6 +369,7 @@ class PlainMachine(interfaces.Machine):
         target = os.readlink(path) if stat.S_ISLNK(info.st_mode) else None
         mode = stat.S_IFREG | 0o644 if "listing" in self.flaws else info.st_mode
         uid = 1000 if info.st_uid == os.getuid() else info.st_uid
+        uid = 0 if "owners" in self.flaws else uid
         return SimpleNamespace(
             name=os.path.basename(path),
             mode=mode,
@@ -393,6 +395,18 @@ class PlainMachine(interfaces.Machine):
             os.makedirs(os.path.dirname(target), exist_ok=True)
         if not overwrite and os.path.lexists(target) and "errors" not in self.flaws:
             raise FileExistsError(errno.EEXIST, "exists", target)
+        if "moves" in self.flaws:
+            shutil.copyfile(path, target)
+        else:
+            os.rename(path, target)
+
+    def _replace(self, path: str, target: str, keep_mode: bool = False) -> None:
+        target = self.real(target)
+        mode = self._entry(target).mode if os.path.lexists(target) else 0
+        if mode and not stat.S_ISREG(mode):
+            raise OSError(errno.ENXIO, "not a regular file", target)
+        if mode and keep_mode:
+            os.chmod(path, stat.S_IMODE(mode))
         if "moves" in self.flaws:
             shutil.copyfile(path, target)
         else:
