@@ -27,6 +27,7 @@ from bench import (  # noqa: E402
     density,
     latency,
     leaks,
+    network,
     noise,
     peers,
     plots,
@@ -51,6 +52,10 @@ ROWS: dict[str, Measurement] = {
     "row10": latency.pause,
     "row11": latency.audit,
     "row12": latency.decisions,
+    "row13": network.request,
+    "row14": network.download,
+    "row15": network.tunnels,
+    "row16": network.binding,
 }
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGE = os.path.join(_ROOT, "docs", "benchmarks.md")

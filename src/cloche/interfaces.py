@@ -348,6 +348,8 @@ class Machine(ABC):
     """The writable layer above the root, where there is one; the machine closes it at its end."""
     ended: asyncio.Future[str]
     """Resolves once, with the reason, when nothing of the machine runs any more."""
+    prepared: Capture | None = None
+    """Its end of the network, made ahead of need and not attached to anything yet."""
     on_denial: Callable[[int, model.Denial], None]
     """Called with the pid of an execution's leader (0 if unknown) for everything the glass stopped."""
 
@@ -377,7 +379,7 @@ class Machine(ABC):
         """A connected socket to a port inside, as a descriptor."""
 
     async def capture(self) -> Capture:
-        """Make the sandbox's end of the network, once; without it every connection fails at once.
+        """Make the sandbox's end of the network; without it, and when its sockets are closed, every connection fails at once.
 
         Raises `network_unavailable` if it cannot be made now, `not_supported_by_driver` if never.
         """

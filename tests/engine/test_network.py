@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import ssl
 import threading
 import time
@@ -399,3 +400,49 @@ def test_a_secret_is_put_in_for_its_host_and_never_seen_inside(own, secure):
         ("github", "good.test:443")
     ]
     assert "the-value" not in str(told)
+
+
+# ── other protocols ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def echo():
+    """A server that speaks no protocol at all: every byte comes back."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client:
+                while data := client.recv(65536):
+                    client.sendall(data)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(10)
+
+
+def test_a_language_of_one_byte_passes_and_is_refused_where_no_rule_is(echo):
+    speak = "python3 -c \"import socket; s = socket.create_connection(('HOST', 7777), 20); s.sendall(b'x'); print(s.recv(1))\""
+    resolve = {"good.test:7777": echo, "other.test:7777": echo}
+    with cloche.Sandbox(allow=["good.test:7777"], resolve=resolve) as box:
+        bad = box.exec(speak.replace("HOST", "other.test"))
+        assert bad.exit_code != 0
+        assert [d.target for d in bad.denials] == ["other.test"]
+        good = box.exec(speak.replace("HOST", "good.test"))
+    assert (good.stdout, good.denials) == ("b'x'\n", ())
+
+
+def test_programs_inside_meet_on_their_own_loopback():
+    with cloche.Sandbox(allow=["good.test"]) as box:
+        result = box.exec(
+            "echo inside > page; python3 -m http.server 8000 --bind 127.0.0.1 >/dev/null 2>&1 & "
+            "curl -sS --retry 20 --retry-connrefused http://127.0.0.1:8000/page; curl -sS http://localhost:8000/page; kill %1"
+        )
+    assert (result.stdout, result.denials) == ("inside\ninside\n", ())

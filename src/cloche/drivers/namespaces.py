@@ -479,8 +479,8 @@ class NamespacesMachine(holding.HeldMachine):
         return "root.read-only" if self.isolation.root == "read-only" and not private else None
 
     async def capture(self) -> interfaces.Capture:
-        if self._capturing is not None:
-            raise errors.error("internal_error", "the sandbox has its sockets already")
+        if self._capturing is not None and not self._capturing.done():
+            raise errors.error("internal_error", "the sandbox's sockets are being made already")
         self._capturing = asyncio.get_running_loop().create_future()
         try:
             self._driver.capture(self.key)
@@ -602,6 +602,9 @@ class NamespacesMachine(holding.HeldMachine):
 
     def _release(self) -> None:
         self._driver.forget(self)
+        if self.prepared is not None:
+            wire.close_all([fd for _, fd in self.prepared.sockets])
+            self.prepared = None
         if self._mounts is not None:
             self._mounts.close()
         if self._pidfd >= 0:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _ORIGINAL_DST = 80
 _SPEECH_S = 0.5
+_FEW_BYTES_S = 1.0
 _FAREWELL_S = 2.0
 _FAREWELL_BYTES = 4 * 1024 * 1024
 
@@ -239,16 +240,26 @@ class Conversation:
         connection.up.start(first)
 
     async def _classify(self) -> Literal["tls", "http", "tcp"]:
-        """What the client's first bytes are. It may take its time to say any, but not between the first and the next."""
+        """What the client's first bytes are. It may take its time to say any, but not between the first and the next: on 80
+        and 443 it is cut then, elsewhere a byte or two after which it waits for an answer are a language of their own."""
         if not self._buffer and not await self._more(or_end=True):
             return "tcp"
-        async with asyncio.timeout(self._limits.header_s):
-            while True:
-                is_tls, is_http = tls.looks_like_tls(self._buffer), http.looks_like_http(self._buffer)
-                if is_tls or is_http:
-                    return "tls" if is_tls else "http"
-                if (is_tls, is_http) == (False, False) or not await self._more(or_end=True):
-                    return "tcp"
+        strict = self._request.port in (80, 443)
+        try:
+            async with asyncio.timeout(self._limits.header_s if strict else _FEW_BYTES_S):
+                return await self._recognise()
+        except TimeoutError:
+            if strict:
+                raise
+            return "tcp"
+
+    async def _recognise(self) -> Literal["tls", "http", "tcp"]:
+        while True:
+            is_tls, is_http = tls.looks_like_tls(self._buffer), http.looks_like_http(self._buffer)
+            if is_tls or is_http:
+                return "tls" if is_tls else "http"
+            if (is_tls, is_http) == (False, False) or not await self._more(or_end=True):
+                return "tcp"
 
     async def _check_hello(self) -> tls.Hello:
         host = self._request.host

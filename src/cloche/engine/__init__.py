@@ -86,7 +86,7 @@ class Engine(interfaces.Backend):
         self._reaper = reaping.Reaper(
             self._clock, lambda: list(self._sandboxes.values()), self._expire, self._rest
         )
-        self._warm = reaping.Warm(self._make_machine, warm)
+        self._warm = reaping.Warm(self._make_warm, warm)
         self._background: set[asyncio.Task[Any]] = set()
         self._swept = False
         self._closed = False
@@ -250,9 +250,15 @@ class Engine(interfaces.Backend):
         machine = sandbox.machine
         machine.ended.add_done_callback(lambda future: self._machine_ended(sandbox, machine, future))
 
+    async def _make_warm(self, spec: model.SandboxSpec, rules: policy.Merged) -> interfaces.Machine:
+        machine = await self._make_machine(spec, rules)
+        await self._networks.prepare(machine)
+        return machine
+
     async def _connect(self, made: sandboxes.Sandbox, given: network.Bound) -> None:
         """Its network, if its rules give it one; without it the sandbox is not made."""
         if made.rules.network.mode == "off":
+            self._networks.forgo(made.machine)
             return
         try:
             await self._networks.attach(made, given)

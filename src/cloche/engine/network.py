@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -97,7 +98,8 @@ class Networks:
             await self._place_bundle(machine, bound.trust)
         for path, content in bound.files.items():
             await files.write(machine, _expanded(path), content, mode=0o600)
-        made = await machine.capture()
+        made, machine.prepared = machine.prepared, None
+        made = made or await machine.capture()
         self._attached[sandbox.id] = sandbox
         try:
             await self.egress.attach(
@@ -113,6 +115,19 @@ class Networks:
         missing = (*machine.isolation.missing, made.note) if made.note else machine.isolation.missing
         machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode, missing=missing)
 
+    async def prepare(self, machine: interfaces.Machine) -> None:
+        """Ahead of need, for a sandbox that waits: if it is taken with a network, it has most of it already."""
+        if self._egress is not None:
+            with suppress(errors.ClocheError):
+                machine.prepared = await machine.capture()
+
+    def forgo(self, machine: interfaces.Machine) -> None:
+        """It was taken without a network: what nobody accepts on is closed, so that attempts fail at once."""
+        if machine.prepared is not None:
+            for _, fd in machine.prepared.sockets:
+                os.close(fd)
+            machine.prepared = None
+
     async def _place_bundle(self, machine: interfaces.Machine, path: str) -> None:
         user = "root" if path == _BUNDLE and machine.isolation.uid_range else "user"
         await files.write(machine, path, await self.egress.trust(), user=user, mode=0o644)
@@ -127,11 +142,11 @@ class Networks:
                 await self._renew(sandbox, network)
             elif network.mode != "off":
                 bound = await self.bind(sandbox.spec, sandbox.rules, sandbox.id)
+                env = {**bound.env, **sandbox.spec.env}
                 try:
-                    await self.attach(sandbox, bound)
+                    await asyncio.gather(self.attach(sandbox, bound), sandbox.machine.set_environment(env))
                 finally:
                     bound.close()
-                await sandbox.machine.set_environment({**bound.env, **sandbox.spec.env})
         except BaseException:
             sandbox.rules = before
             raise
