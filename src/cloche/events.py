@@ -18,6 +18,7 @@ Whoever adds an act adds its kind here, in the past tense, and says what its out
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +36,10 @@ Outcome = Literal["ok", "refused", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "failed")
 
 
+caller: ContextVar[str] = ContextVar("caller")
+"""Who asks, in the course of one request; set where callers are told apart. Without it, it is the engine's own user."""
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """What all events say: which sandbox (None before there is one), when, and who caused it."""
 
@@ -42,7 +47,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     time: float
     """Seconds since 1970: for readers. Order is the journal's sequence number, never this."""
     actor: str
-    """Who caused it, in a word: `uid:1000`, `engine`, `guest`, `sweeper`, later a key's or tenant's name."""
+    """Who caused it, in a word: `uid:1000`, `key:ci`, `key:ci@tenant`, `engine`, `guest`, `sweeper`."""
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:

@@ -80,3 +80,18 @@ def test_a_verdict_names_what_was_done(bare):
     assert f"damage: {first.stem} line" in after.stdout.decode()
     assert b"edited" in after.stdout
     assert after.stdout.splitlines()[-2].startswith(b"DAMAGED")
+
+
+def test_acts_without_an_engine_are_on_record(bare, tmp_path):
+    assert bare("key", "create", "ci").returncode == 0
+    assert bare("key", "revoke", "ci").returncode == 0
+    project = tmp_path / "cloche.toml"
+    project.write_text("nonsense = 3\n")
+    assert bare("policy", "trust", str(project)).returncode == 125
+    project.write_text('[network]\nallow = ["pypi.org"]\n')
+    assert bare("policy", "trust", str(project)).returncode == 0
+    assert bare("policy", "untrust", str(project)).returncode == 0
+    told = [(line["kind"], line["data"].get("operation") or line["data"]["change"]) for line in lines(bare)]
+    assert told == [
+        ("administered", "key_made"), ("administered", "key_revoked"), ("policy_changed", "trusted"), ("policy_changed", "distrusted"),
+    ]  # fmt: skip

@@ -48,6 +48,7 @@ def _create(known: keys.Keys, chosen: argparse.Namespace) -> int:
     roles = tuple(chosen.role) or (() if chosen.scope else ("developer",))
     lifetime_s = None if chosen.days is None else chosen.days * 86400
     scopes = keys.scopes_of(roles, tuple(chosen.scope))
+    _record("key_made", chosen.name, f"scopes {' '.join(scopes)}; tenant {chosen.tenant or '-'}")
     secret = known.create(chosen.name, scopes, tenant=chosen.tenant, lifetime_s=lifetime_s)
     if chosen.json:
         output.as_json({"name": chosen.name, "key": secret, "scopes": scopes, "tenant": chosen.tenant})
@@ -79,9 +80,26 @@ def _list(known: keys.Keys, chosen: argparse.Namespace) -> int:
 
 
 def _revoke(known: keys.Keys, chosen: argparse.Namespace) -> int:
+    _record("key_revoked", chosen.name)
     known.revoke(chosen.name)
     if chosen.json:
         output.as_json({"revoked": chosen.name})
     else:
         talk.say(f"the key {chosen.name} is no longer accepted")
     return 0
+
+
+def _record(operation: str, name: str, detail: str = "") -> None:
+    """Before it is done, so that nothing is done without."""
+    from cloche import events, wiring
+
+    event = events.Administered(
+        sandbox=None,
+        time=time.time(),
+        actor=f"uid:{os.getuid()}",
+        operation=operation,
+        target=name,
+        detail=detail,
+    )
+    if problem := wiring.record(os.environ, event):
+        talk.warning(problem)

@@ -6,8 +6,9 @@ files of this machine, as an engine here would; no sandbox and no server is need
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -335,6 +336,8 @@ def _tell(
 
 def _trust(chosen: argparse.Namespace) -> int:
     path = _one(chosen)
+    settings.load_policy(path)  # what cannot be read cannot be trusted
+    _record("trusted", path)
     made = settings.trust(settings.load(os.environ).home, path)
     if chosen.json:
         output.as_json({"file": made.source, "trusted": True})
@@ -346,9 +349,26 @@ def _trust(chosen: argparse.Namespace) -> int:
 
 
 def _untrust(chosen: argparse.Namespace) -> int:
-    was = settings.untrust(settings.load(os.environ).home, _one(chosen))
+    path = _one(chosen)
+    _record("distrusted", path)
+    was = settings.untrust(settings.load(os.environ).home, path)
     if chosen.json:
         output.as_json({"file": chosen.words[0], "trusted": False, "was": was})
     else:
         talk.say("it may only tighten again" if was else "it was not trusted")
     return 0
+
+
+def _record(change: Literal["trusted", "distrusted"], path: str) -> None:
+    """Before it is done, so that nothing is done without."""
+    from cloche import events, wiring
+
+    event = events.PolicyChanged(
+        sandbox=None,
+        time=time.time(),
+        actor=f"uid:{os.getuid()}",
+        change=change,
+        target=os.path.realpath(path),
+    )
+    if problem := wiring.record(os.environ, event):
+        talk.warning(problem)

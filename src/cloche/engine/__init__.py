@@ -694,7 +694,7 @@ class Engine(interfaces.Backend):
             events.Deleted(
                 sandbox=sandbox.id,
                 time=self._clock.time(),
-                actor=self._actor,
+                actor=self._actor if reason in ("asked", "failed") else "engine",
                 reason=reason,
                 executions=sandbox.count,
             )
@@ -1045,6 +1045,21 @@ class Engine(interfaces.Backend):
     async def gc_images(self) -> builtins.list[model.ImageInfo]:
         return await self._imaging.collect()
 
+    def record(self, event: events.AnyEvent) -> None:
+        """For the parts of the engine that have acts of their own."""
+        self._journal.append(event)
+
+    def administered(self, operation: str, target: str = "", detail: str = "") -> events.Administered:
+        """That somebody does so now."""
+        return events.Administered(
+            sandbox=None,
+            time=self._clock.time(),
+            actor=self._actor,
+            operation=operation,
+            target=target,
+            detail=detail,
+        )
+
     # ── the journal, and the rest ───────────────────────────────────────────────────────────────
 
     async def events(
@@ -1125,7 +1140,7 @@ class Engine(interfaces.Backend):
 
     @property
     def _actor(self) -> str:
-        return f"uid:{os.getuid()}"
+        return events.caller.get("") or f"uid:{os.getuid()}"
 
     @property
     def _directory(self) -> str:

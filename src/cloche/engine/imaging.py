@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from cloche import errors, interfaces, model
+from cloche import errors, events, interfaces, model
 
 if TYPE_CHECKING:
     from cloche import engine
@@ -66,19 +66,32 @@ class Imaging:
 
     async def remove(self, reference: str) -> model.ImageInfo:
         try:
-            return await asyncio.to_thread(self.source.remove, reference)
+            info = await asyncio.to_thread(self.source.remove, reference)
         except errors.Conflict:
             await self._engine.cool()  # one that only waits for somebody is no reason to keep an image
-            return await asyncio.to_thread(self.source.remove, reference)
+            info = await asyncio.to_thread(self.source.remove, reference)
+        self._engine.record(self._engine.administered("image_removed", info.reference, info.digest))
+        return info
 
     async def collect(self) -> list[model.ImageInfo]:
         return await asyncio.to_thread(self.source.collect)
+
+    def _about(self, info: model.ImageInfo) -> dict[str, Any]:
+        act = self._engine.administered("image", info.reference)
+        return {
+            "sandbox": None,
+            "time": act.time,
+            "actor": act.actor,
+            "image": info.reference,
+            "digest": info.digest,
+        }
 
     def pull(self, reference: str) -> AsyncIterator[model.ImageProgress]:
         async def work(progress: interfaces.Progress) -> model.ImageInfo:
             image = await self.source.resolve(reference, progress, fresh=True)
             image.release()
             await self._engine.cool()  # what waits may be of what the reference meant before
+            self._engine.record(events.ImagePulled(**self._about(image.info)))
             return image.info
 
         return _told(work)
@@ -87,6 +100,7 @@ class Imaging:
         async def work(progress: interfaces.Progress) -> model.ImageInfo:
             image = await self.source.build(recipe, directory, BuildRunner(self._engine), progress)
             image.release()
+            self._engine.record(events.ImageBuilt(**self._about(image.info)))
             return image.info
 
         return _told(work)

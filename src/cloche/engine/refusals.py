@@ -129,9 +129,9 @@ def _record(
     if getattr(problem, "_recorded", False):
         return  # one verb was carried out by way of another
     code = problem.code if isinstance(problem, errors.ClocheError) else "internal_error"
+    problem._recorded = True  # type: ignore[attr-defined]
     if name in _LOOKS and code in _NOTHING_THERE:
         return
-    problem._recorded = True  # type: ignore[attr-defined]
     about = named.get("sandbox", args[0] if args else None)
     message = getattr(problem, "message", None) or f"{type(problem).__name__}: {problem}"
     engine.record_refusal(name, about if isinstance(about, str) else None, code, message)

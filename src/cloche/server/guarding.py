@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from cloche import errors, interfaces, model, rpc
+from cloche import errors, events, interfaces, model, rpc
 
 T = TypeVar("T")
 
@@ -45,6 +45,11 @@ class Principal(NamedTuple):
     host_paths: bool = False
     """Whether paths of the server's host mean anything from this caller."""
 
+    @property
+    def actor(self) -> str:
+        """As the journal and the audit log name this caller."""
+        return f"key:{self.name}@{self.tenant}" if self.tenant else f"key:{self.name}"
+
     def may(self, scope: str) -> bool:
         return "*" in self.scopes or scope in self.scopes
 
@@ -56,6 +61,18 @@ class Principal(NamedTuple):
                 hint=f"`cloche key create NAME --scope {scope}`",
                 scope=scope,
             )
+
+
+def record_refusal(
+    backend: interfaces.Backend, operation: str, sandbox: str | None, problem: errors.ClocheError
+) -> None:
+    """Put it on record, once, if the backend keeps one; and before the answer leaves."""
+    record = getattr(backend, "record_refusal", None)
+    if record is None or getattr(problem, "_recorded", False):
+        return
+    problem._recorded = True  # type: ignore[attr-defined]
+    record(operation, sandbox, problem.code, problem.message)
+    backend.settle_audit()  # type: ignore[attr-defined]
 
 
 def guard(backend: interfaces.Backend, principal: Principal) -> interfaces.Backend:
@@ -86,7 +103,7 @@ class Guarded:
         """The engine is not this caller's to close."""
 
     async def _ask(self, name: str, given: dict[str, Any]) -> Any:
-        await self._check(name, given)
+        await self._admit(name, given)
         result = await getattr(self._backend, name)(**given)
         if name == "list" and self._principal.tenant:
             return [info for info in result if info.tenant == self._principal.tenant]
@@ -95,9 +112,19 @@ class Guarded:
         return result
 
     async def _open(self, name: str, given: dict[str, Any]) -> AsyncIterator[Any]:
-        await self._check(name, given)
+        await self._admit(name, given)
         found: AsyncIterator[Any] = getattr(self._backend, name)(**given)
         return found
+
+    async def _admit(self, name: str, given: dict[str, Any]) -> None:
+        """Check, in the caller's name; what is turned down here is on record like what the engine turns down."""
+        events.caller.set(self._principal.actor)
+        try:
+            await self._check(name, given)
+        except errors.ClocheError as problem:
+            about = given.get("sandbox")
+            record_refusal(self._backend, name, about if isinstance(about, str) else None, problem)
+            raise
 
     async def _check(self, name: str, given: dict[str, Any]) -> None:
         """Refuse, or bring the arguments into the shape in which they may pass."""

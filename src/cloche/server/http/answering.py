@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from cloche import errors, interfaces, model, rpc, settings
-from cloche.server.guarding import Principal, guard
+from cloche import errors, events, interfaces, model, rpc, settings
+from cloche.server.guarding import Principal, guard, record_refusal
 from cloche.server.http import doors, operations, wire
 
 log = logging.getLogger("cloche.http")
@@ -33,6 +33,7 @@ _HEARTBEAT_S = 15.0
 _MOST_REMEMBERED = 10_000
 _REMEMBERED_S = 24 * 3600.0
 _PROBE = Principal("-", "", frozenset())
+_STRANGERS_A_MINUTE = 60
 
 
 class Call(NamedTuple):
@@ -71,6 +72,7 @@ class Answers:
         self._observe = observe
         self._rates = _Rates(config.server.requests_per_s, clock)
         self._remembered = _Remembered(clock)
+        self._strangers = _Strangers(clock)
 
     def routes(self, table: operations.Table) -> list[Route]:
         return [
@@ -89,9 +91,9 @@ class Answers:
             began = time.perf_counter()
             request_id = _request_id(request)
             caller = "-"
+            principal, backend = _PROBE, self._backend
             try:
                 self._doors.check_host(request.headers)
-                principal, backend = _PROBE, self._backend
                 if operation.scope is not None:
                     principal = self._doors.principal(request.headers)
                     caller = principal.name
@@ -103,6 +105,7 @@ class Answers:
             except ClientDisconnect:
                 response = Response(status_code=499)
             except errors.ClocheError as problem:
+                self._turned_down(operation.name, principal, problem)
                 response = failure(problem, request_id)
             except Exception:
                 log.exception("request %s failed", request_id)
@@ -117,6 +120,16 @@ class Answers:
             return response
 
         return endpoint
+
+    def _turned_down(self, operation: str, principal: Principal, problem: errors.ClocheError) -> None:
+        """On record too; of strangers, who need no key to be refused, only so many a minute."""
+        if principal is _PROBE:
+            if not self._strangers.take():
+                return
+            events.caller.set("stranger")
+        else:
+            events.caller.set(principal.actor)
+        record_refusal(self._backend, operation, None, problem)
 
     async def _answer(self, operation: operations.Operation, call: Call) -> Response:
         arguments = _places(operation, call)
@@ -373,6 +386,20 @@ class _Rates:
                 hint="wait as long as Retry-After says",
                 retry_after_s=(1 - left) / self._per_s,
             )
+
+
+class _Strangers:
+    """How many refusals of callers without a key are put on record: who has none must not fill the disk."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since, self._left = clock(), _STRANGERS_A_MINUTE
+
+    def take(self) -> bool:
+        if self._clock() - self._since >= 60:
+            self._since, self._left = self._clock(), _STRANGERS_A_MINUTE
+        self._left -= 1
+        return self._left >= 0
 
 
 class _Remembered:
