@@ -240,6 +240,7 @@ class Echo(http.server.ThreadingHTTPServer):
 
     def get_request(self) -> Any:
         client, peer = super().get_request()
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # heads and bodies are written apart
         self.connections += 1
         if self.context is not None:
             client.settimeout(20)

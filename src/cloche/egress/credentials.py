@@ -28,6 +28,7 @@ from cloche.policy import names, rules
 PREFIX = "cloche-secret-"
 How = Literal["bearer", "basic", "header", "query"]
 _MOST_BYTES = 8 * 1024 * 1024
+_MOST_PREPARED = 64
 
 
 class Credential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -79,6 +80,7 @@ class Credentials:
             for host in one.hosts:
                 self._of_rule.setdefault(rules.Rule.parse(host), []).append(one)
         self._lookup = rules.Lookup(self._of_rule)
+        self._prepared: dict[object, masking.Spellings] = {}
 
     def bound_to(self, host: str, port: int) -> tuple[Credential, ...]:
         """Those that may be sent to a (canonical) host."""
@@ -94,6 +96,16 @@ class Credentials:
         if names.is_address(host):
             return self._lookup.of_address(names.facts(host)[0])
         return self._lookup.of_name(host)
+
+    def masked_for(self, bound: tuple[Credential, ...], echoes: dict[bytes, bytes]) -> masking.Spellings:
+        """What is masked in an answer. A client mostly sends the same again, so what was prepared is kept."""
+        key = tuple(one.name for one in bound), frozenset(echoes.items())
+        found = self._prepared.get(key)
+        if found is None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            found = self._prepared[key] = masking.Spellings(spellings(bound, echoes))
+        return found
 
     def seen_in(self, target: str, fields: Iterable[tuple[bytes, bytes]]) -> tuple[Credential, ...]:
         """Those whose placeholder stands anywhere in a head."""

@@ -111,7 +111,7 @@ class Session:
         self._talk.check_upload(self.bytes_up + (body.length or 0))
         server = await self._connect()
         self._talk.note(out.used, out.withheld)
-        masked = credentials.spellings(self._bound(), out.echoes)
+        masked = self._talk.usable.masked_for(self._bound(), out.echoes)
         opening = self._opening(head, target, out, bool(masked))
         if head.wants_websocket:
             await server.write(opening + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
@@ -227,7 +227,7 @@ class Session:
     # ── the answer ──────────────────────────────────────────────────────────────────────────────
 
     async def _answer(
-        self, head: http.Head, masked: dict[bytes, bytes], upload: asyncio.Future[None] | None, *, once: bool
+        self, head: http.Head, masked: masking.Spellings, upload: asyncio.Future[None] | None, *, once: bool
     ) -> bool:
         """Pass on interim answers and the final one; whether another request may follow on these connections."""
         while True:
@@ -290,7 +290,7 @@ class Session:
         head: http.Head,
         answer: http.Answer,
         body: http.Body | None,
-        masked: dict[bytes, bytes],
+        masked: masking.Spellings,
         *,
         lasts: bool,
     ) -> None:
@@ -352,7 +352,7 @@ class Session:
 
     # ── after 101 ───────────────────────────────────────────────────────────────────────────────
 
-    async def _switch(self, answer: http.Answer, masked: dict[bytes, bytes]) -> None:
+    async def _switch(self, answer: http.Answer, masked: masking.Spellings) -> None:
         assert self._server is not None
         ending = [b"Connection: Upgrade", b"Upgrade: websocket"]
         await self._send_down(_head(answer, masking.Masker(masked), ending))

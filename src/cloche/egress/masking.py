@@ -55,16 +55,27 @@ def _core(encode: Callable[[bytes], bytes], value: bytes, offset: int) -> bytes:
     return whole[-(-offset * 8 // 6) : (offset + len(value)) * 8 // 6]
 
 
+class Spellings:
+    """What is looked for, prepared once and used by any number of streams."""
+
+    def __init__(self, masks: Mapping[bytes, bytes]) -> None:
+        self.masks = dict(masks)
+        self.fitting = {spelling: _fit(mask, len(spelling)) for spelling, mask in masks.items()}
+        self.longest_first = sorted(masks, key=len, reverse=True)
+        self.pattern = re.compile(b"|".join(map(re.escape, self.longest_first))) if masks else None
+
+    def __bool__(self) -> bool:
+        return bool(self.masks)
+
+
 class Masker:
     """One stream. With `keep_length` a mask is as long as what it covers (cut, or filled with `*`)."""
 
-    def __init__(self, spellings: Mapping[bytes, bytes], *, keep_length: bool = False) -> None:
-        self._masks = {
-            spelling: _fit(mask, len(spelling)) if keep_length else mask
-            for spelling, mask in spellings.items()
-        }
-        self._spellings = sorted(self._masks, key=len, reverse=True)
-        self._pattern = re.compile(b"|".join(map(re.escape, self._spellings))) if self._spellings else None
+    def __init__(self, spellings: Spellings | Mapping[bytes, bytes], *, keep_length: bool = False) -> None:
+        known = spellings if isinstance(spellings, Spellings) else Spellings(spellings)
+        self._masks = known.fitting if keep_length else known.masks
+        self._spellings = known.longest_first
+        self._pattern = known.pattern
         self._longest = len(self._spellings[0]) if self._spellings else 0
         self._held = b""
         self.count = 0
