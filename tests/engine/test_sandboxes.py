@@ -611,3 +611,73 @@ def cmdline(pid):
 def test_a_spec_survives_the_wire():
     wanted = spec(name="x", resources={"memory_mib": 64}, labels={"a": "b"})
     assert msgspec.json.decode(msgspec.json.encode(wanted), type=model.SandboxSpec) == wanted
+
+
+# ── policy files ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_ceiling_binds_arguments_and_changes_of_a_live_sandbox(make_own, tmp_path):
+    own = make_own()
+    ceiling = tmp_path / "ceiling.toml"
+    ceiling.write_text('[network]\nallow = ["**.a.test"]\ndeny = ["b.a.test"]\n[limits]\ntimeout_s = 100\n')
+    own.engine._policies = settings.PolicyFiles(
+        settings.Settings(home=str(tmp_path)), {"HOME": str(tmp_path)}, ceiling=str(ceiling)
+    )
+    box = own.create(policy={"network": {"allow": ["a.test", "evil.test"]}})
+    rules = own.do(own.engine.get_policy(box.id))
+    assert (rules.network.allow, rules.network.deny) == (("a.test",), ("b.a.test",))
+    changed = own.do(
+        own.engine.update_policy(box.id, {"network": {"allow": ["evil.test", "c.a.test"], "deny": []}})
+    )
+    assert (changed.network.allow, changed.network.deny) == (("c.a.test",), ("b.a.test",))
+    opened = own.do(own.engine.update_policy(box.id, {"network": {"mode": "open"}}))
+    assert (opened.network.mode, opened.network.deny) == ("rules", ("b.a.test",))
+    assert code_of(lambda: own.do(own.engine.extend(box.id, 101))) == "limit_refused"
+    assert code_of(lambda: own.create(timeout_s=None)) == "limit_refused"
+    own.do(own.engine.extend(box.id, 100))
+
+
+def test_a_file_that_changes_counts_for_the_next_sandbox(make_own, tmp_path):
+    own = make_own()
+    file = tmp_path / ".config/cloche/policy.toml"
+    file.parent.mkdir(parents=True)
+    own.engine._policies = settings.PolicyFiles(
+        settings.Settings(home=str(tmp_path)), {"HOME": str(tmp_path)}
+    )
+    assert own.do(own.engine.get_policy(own.create().id)).files.root == "overlay"
+    file.write_text('[files]\nroot = "read-only"\n')
+    assert own.do(own.engine.get_policy(own.create().id)).files.root == "read-only"
+    file.write_text("[files]\nroot = 3\n")
+    assert code_of(own.create) == "policy_invalid"
+    file.unlink()
+    assert own.do(own.engine.get_policy(own.create().id)).files.root == "overlay"
+
+
+def test_denied_files_are_hidden_in_an_overlaid_workspace(make_own, tmp_path):
+    own = make_own()
+    work = tmp_path / "work"
+    (work / "keys").mkdir(parents=True)
+    (work / "keys/a").write_text("hush")
+    (work / ".env").write_text("hush")
+    box = own.create(workspace=str(work), overlay=True, policy={"files": {"deny": ["keys/", "**/.env"]}}).id
+    for path in ("keys/a", ".env"):
+        ran = own.exec(box, ["cat", f"{work}/{path}"])
+        assert ran.exit_code != 0
+        assert "hush" not in ran.stdout
+    assert own.exec(box, f"echo x > {work}/notes; cat {work}/notes").stdout == "x\n"
+    assert [change.path for change in own.do(own.engine.diff(box))] == ["notes"]
+
+
+def test_variables_that_may_not_enter_are_refused_with_every_command(make_own):
+    own = make_own()
+    box = own.create(policy={"environment": {"allow": ["APP_*"], "set": {"WHERE": "inside"}}}).id
+    assert code_of(lambda: own.exec(box, "true", env={"PATH": "/evil"})) == "environment_refused"
+    assert code_of(lambda: own.do(own.engine.run_code(box, "1", env={"X": "1"}))) == "environment_refused"
+    assert own.exec(box, "echo $APP_A $WHERE", env={"APP_A": "1"}).stdout == "1 inside\n"
+
+
+def test_a_mode_and_a_profile_make_nothing(make_own):
+    own = make_own()
+    assert code_of(lambda: own.create(mode="codex", profile="restrictive")) == "policy_invalid"
+    assert code_of(lambda: own.create(mode="codecs")) == "mode_unknown"
+    assert own.create(mode="codex").profile == "codex"

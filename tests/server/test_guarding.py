@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cloche import errors, interfaces, model, rpc
+from cloche import errors, interfaces, model, policy, rpc
 from cloche.server import guarding
 from cloche.server.http.operations import SCOPES
 
@@ -45,3 +45,24 @@ def test_a_host_path_does_not_pass():
     with pytest.raises(errors.PolicyRefused) as caught:
         asyncio.run(guarded.create(model.SandboxSpec(workspace="/etc")))
     assert caught.value.code == "host_path_refused"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"files": {"read": ["/srv"]}},
+        {"files": {"write": ["/srv"]}},
+        {"profiles": {"a": {"files": {"read": ["/srv"]}}}},
+        {"agents": {"a": {"files": {"deny": ["x"], "write": ["/srv"]}}}},
+        {"files": [["read", "/srv"]]},
+        {"profiles": [{"files": {"read": ["/srv"]}}]},
+    ],
+    ids=repr,
+)
+def test_directories_of_the_host_do_not_pass_in_a_policy(said):
+    caller = guarding.Principal("k", "", frozenset(("*",)))
+    guarded = guarding.guard(Nothing(), caller)  # type: ignore[arg-type]
+    with pytest.raises(errors.PolicyRefused) as caught:
+        asyncio.run(guarded.create(model.SandboxSpec(policy=said)))
+    assert caught.value.code == "host_path_refused"
+    assert not policy.names_directories({"files": {"deny": ["x"]}, "profiles": {"a": {"base": "moderate"}}})

@@ -103,8 +103,7 @@ class Engine(interfaces.Backend):
             start = await self._shelf.find(spec.snapshot)
             spec = self._shelf.inherit(spec, start)
             spec.check()
-        layers = self._layers(spec)
-        rules = policy.resolve(layers)
+        layers, rules = await self._settle(spec)
         spec = policy.bound(rules, spec)
         policy.check_secrets(rules, spec.secrets)
         self._networks.check(rules.network)
@@ -202,6 +201,15 @@ class Engine(interfaces.Backend):
             raise errors.error(
                 "template_not_found", f"there is no template {spec.template!r}", hint="use 'base'"
             )
+
+    async def _settle(self, spec: model.SandboxSpec) -> tuple[tuple[policy.Layer, ...], policy.Merged]:
+        """The layers of a sandbox and what they come to."""
+        if spec.workspace is None:
+            layers = self._layers(spec)
+            return layers, policy.resolve(layers)
+        # A repository may bring a policy that takes a while to read.
+        layers = await asyncio.to_thread(self._layers, spec)
+        return layers, await asyncio.to_thread(policy.resolve, layers)
 
     def _layers(self, spec: model.SandboxSpec) -> tuple[policy.Layer, ...]:
         """All that says what this sandbox may touch: files are read anew, and one that cannot be read refuses it."""

@@ -23,7 +23,17 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from cloche import errors, model
-from cloche.policy.layers import Layer, Policy, Sources, check, lay, rebound, resolve, stack
+from cloche.policy.layers import (
+    Layer,
+    Policy,
+    Sources,
+    check,
+    lay,
+    names_directories,
+    rebound,
+    resolve,
+    stack,
+)
 from cloche.policy.layers import tighten as tighten_by
 from cloche.policy.nouns import BUILT_IN as _BUILT_IN
 from cloche.policy.nouns import (
@@ -67,6 +77,7 @@ __all__ = [
     "check_timeout",
 
     "lay",
+    "names_directories",
     "parse",
     "profile",
     "rebound",

@@ -232,6 +232,22 @@ def _untrusted(
     )
 
 
+def names_directories(said: Any) -> bool:
+    """Whether what somebody says shows directories of the host, in a profile or mode of its own too. Anything that is not
+    plainly without counts as such."""
+    if not isinstance(said, Mapping):
+        return bool(said)
+    inner = [
+        table
+        for kind in ("profiles", "agents")
+        for tables in [said.get(kind, {})]
+        for table in (tables.values() if isinstance(tables, Mapping) else [tables])
+    ]
+    files = said.get("files", {})
+    shown = isinstance(files, Mapping) and not (files.get("read") or files.get("write"))
+    return not shown or any(map(names_directories, inner))
+
+
 # ── laying one over another ────────────────────────────────────────────────────────────────────────
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from cloche import errors, events, interfaces, model, rpc
+from cloche import errors, events, interfaces, model, policy, rpc
 
 T = TypeVar("T")
 
@@ -184,6 +184,13 @@ class Guarded:
                 "a workspace is a directory of the server's host, which this caller may not name",
                 hint="upload files instead, or use the unix socket",
                 field="workspace",
+            )
+        if not self._principal.host_paths and policy.names_directories(spec.policy):
+            raise errors.error(
+                "host_path_refused",
+                "files.read and files.write name directories of the server's host, which this caller may not",
+                hint="upload files instead, or have the operator name them in the server's own policy file",
+                field="policy",
             )
         if self._principal.tenant and spec.secrets:
             raise errors.error(

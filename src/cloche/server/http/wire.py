@@ -44,6 +44,8 @@ class Create(Body, frozen=True, kw_only=True):
     name: str | None = None
     template: str | msgspec.UnsetType = msgspec.UNSET
     profile: str | msgspec.UnsetType = msgspec.UNSET
+    mode: str | None = None
+    """Instead of a profile: what the command line of a coding agent needs, by the agent's name."""
     env: dict[str, str] = {}
     resources: dict[Literal["memory_mib", "cpus", "pids", "disk_mib"], float] = {}
     timeout_s: float | msgspec.UnsetType | None = msgspec.UNSET
