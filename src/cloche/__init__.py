@@ -42,6 +42,10 @@ if TYPE_CHECKING:
         Truncated,
     )
     from cloche.policy import Policy
+    from cloche.sdk.pools import (
+        AsyncPool,
+        Template,
+    )
     from cloche.sdk.sandboxes import (
         AsyncContext,
         AsyncImage,
@@ -57,17 +61,29 @@ if TYPE_CHECKING:
         Snapshot,
         run,
     )
-    from cloche.stock import SnapshotInfo
+    from cloche.sdk.sync_pools import (
+        Pool,
+        put_template,
+    )
+    from cloche.stock import (
+        ClaimInfo,
+        PoolInfo,
+        Requirements,
+        SnapshotInfo,
+        TemplateInfo,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncContext",
     "AsyncImage",
+    "AsyncPool",
     "AsyncProcess",
     "AsyncSandbox",
     "AsyncSnapshot",
     "CapacityExceeded",
+    "ClaimInfo",
     "ClocheError",
     "CodeError",
     "CodeResult",
@@ -94,7 +110,10 @@ __all__ = [
     "Output",
     "Policy",
     "PolicyRefused",
+    "Pool",
+    "PoolInfo",
     "Process",
+    "Requirements",
     "Sandbox",
     "SandboxError",
     "SandboxInfo",
@@ -104,7 +123,10 @@ __all__ = [
     "Snapshot",
     "SnapshotInfo",
     "StreamEvent",
+    "Template",
+    "TemplateInfo",
     "Truncated",
+    "put_template",
     "run",
 ]
 
@@ -118,9 +140,11 @@ _HOMES = {
         "FileInfo ImageInfo ImageProgress Isolation Limit Output SandboxInfo SandboxUsage StreamEvent Truncated"
     ),
     "cloche.policy": "Policy",
-    "cloche.stock": "SnapshotInfo",
+    "cloche.sdk.pools": "AsyncPool Template",
     "cloche.sdk.sandboxes": "AsyncContext AsyncImage AsyncProcess AsyncSandbox AsyncSnapshot",
     "cloche.sdk.sync": "Context Image Process Sandbox Snapshot run",
+    "cloche.sdk.sync_pools": "Pool put_template",
+    "cloche.stock": "ClaimInfo PoolInfo Requirements SnapshotInfo TemplateInfo",
 }
 
 

@@ -74,6 +74,17 @@ class Usage(NamedTuple):
     oom_kills: int
 
 
+class Binding(NamedTuple):
+    """What a running machine is given at once: what differs between the sandboxes of one template."""
+
+    env: dict[str, str]
+    """For executions to come."""
+    files: Sequence[tuple[str, bytes, int | None]] = ()
+    """(path, content, mode), written as the user; missing directories are made."""
+    resources: model.Resources | None = None
+    """Limits from now on; the disk's cannot change."""
+
+
 class Terminal(NamedTuple):
     """Both ends of a terminal that lives inside; the holder closes them."""
 
@@ -401,8 +412,10 @@ class Machine(ABC):
         return None
 
     @abstractmethod
-    async def set_environment(self, env: dict[str, str]) -> None:
-        """Bind variables for executions to come."""
+    async def bind(self, binding: Binding) -> None:
+        """Take on variables, files and limits, in one message to the inside. Limits that this machine cannot change are
+        `not_supported_by_driver`, before anything is bound; a file that cannot be written raises the error of its path,
+        and then some of the files may be there: the sandbox is not fit for use."""
 
     @abstractmethod
     def usage(self) -> Usage: ...
@@ -670,6 +683,58 @@ class Backend(ABC):
     @abstractmethod
     async def delete_context(self, sandbox: str, context: str) -> None: ...
 
+    # Templates, pools and claims. Whoever changes one may say which version (generation) they saw: another one there is
+    # `version_conflict`.
+
+    @abstractmethod
+    async def put_template(
+        self, spec: stock.TemplateSpec, if_version: str | None = None, warnings: tuple[str, ...] = ()
+    ) -> stock.TemplateInfo:
+        """Make or replace a template; `warnings` are those of the manifest it came from."""
+
+    @abstractmethod
+    async def template(self, name: str) -> stock.TemplateInfo: ...
+
+    @abstractmethod
+    async def templates(self) -> builtins.list[stock.TemplateInfo]: ...
+
+    @abstractmethod
+    async def delete_template(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def put_pool(self, spec: stock.PoolSpec, if_generation: int | None = None) -> stock.PoolInfo:
+        """Make a pool, or get the same one again; with `if_generation`, change it."""
+
+    @abstractmethod
+    async def pool(self, name: str) -> stock.PoolInfo: ...
+
+    @abstractmethod
+    async def pools(self) -> builtins.list[stock.PoolInfo]: ...
+
+    @abstractmethod
+    async def scale_pool(self, name: str, size: int, if_generation: int | None = None) -> stock.PoolInfo: ...
+
+    @abstractmethod
+    async def wait_pool(self, name: str, ready: int | None = None, timeout_s: float = 60) -> stock.PoolInfo:
+        """Until so many members are ready; None is as many as are wanted."""
+
+    @abstractmethod
+    async def delete_pool(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def claim(self, spec: stock.ClaimSpec) -> stock.ClaimInfo: ...
+
+    @abstractmethod
+    async def claim_info(self, name: str) -> stock.ClaimInfo:
+        """By the claim's name, or its sandbox."""
+
+    @abstractmethod
+    async def claims(self) -> builtins.list[stock.ClaimInfo]: ...
+
+    @abstractmethod
+    async def release_claim(self, name: str) -> None:
+        """End a claim and its sandbox."""
+
     @abstractmethod
     async def images(self) -> builtins.list[model.ImageInfo]:
         """The images that are unpacked here, most recently used first."""
@@ -793,6 +858,45 @@ class Store(ABC):
     @abstractmethod
     def mark_lost(self, owner_alive: Callable[[str], bool], now: float) -> list[model.SandboxInfo]:
         """Turn the live sandboxes of dead owners into lost ones, with an event each; those that were."""
+
+    # What waits. A claim is `binding`, then `bound`, then `ended`; a sandbox is in one live claim at most.
+
+    @abstractmethod
+    def put_template(self, info: stock.TemplateInfo, if_version: str | None = None) -> None: ...
+
+    @abstractmethod
+    def template(self, name: str) -> stock.TemplateInfo | None: ...
+
+    @abstractmethod
+    def templates(self) -> list[stock.TemplateInfo]: ...
+
+    @abstractmethod
+    def delete_template(self, name: str) -> None: ...
+
+    @abstractmethod
+    def put_pool(self, info: stock.PoolInfo) -> None: ...
+
+    @abstractmethod
+    def pools(self) -> list[stock.PoolInfo]: ...
+
+    @abstractmethod
+    def delete_pool(self, name: str) -> None: ...
+
+    @abstractmethod
+    def put_claim(self, info: stock.ClaimInfo, owner: str, phase: str) -> None: ...
+
+    @abstractmethod
+    def claim(self, name: str) -> stock.ClaimInfo | None: ...
+
+    @abstractmethod
+    def claims(self) -> list[stock.ClaimInfo]: ...
+
+    @abstractmethod
+    def delete_claim(self, name: str) -> None: ...
+
+    @abstractmethod
+    def settle_claims(self, owner_alive: Callable[[str], bool], now: float) -> list[str]:
+        """Undo the half-done claims of dead owners and finish their bound ones; the names concerned."""
 
     @abstractmethod
     def record(self, happened: Iterable[events.AnyEvent]) -> list[int]:

@@ -88,7 +88,9 @@ def complete(said: dict[str, Any], defaults: settings.Defaults) -> model.Sandbox
         "profile": defaults.profile, "template": defaults.template, "minimum_isolation": defaults.minimum_isolation,
         "timeout_s": defaults.timeout_s, "idle_timeout_s": defaults.idle_timeout_s,
     }  # fmt: skip
-    if said.get("snapshot"):
+    if (
+        said.get("snapshot") or said.get("template", defaults.template) != "base"
+    ):  # which says nothing of its own
         said = {**said, "inherit": [*_unsaid(said), *said.get("inherit", ())]}
     if said.get("mode") is not None:
         del base["profile"]

@@ -84,6 +84,9 @@ class PoolSpec(model.Noun, frozen=True, kw_only=True):
     ready_grace_s: float = 300
     """A member that is not ready by then is stuck, and removed."""
     scale_to_zero_after_s: float | None = None
+    """Without a claim for so long, none is kept; the next claim starts cold and brings them back."""
+    stay: bool = False
+    """A pool that stays outlives the connection that made it, and its engine: the next one fills it again."""
 
 
 class Quantiles(model.Noun, frozen=True, kw_only=True):
@@ -118,6 +121,8 @@ class PoolInfo(model.Noun, frozen=True, kw_only=True):
     ready: int
     making: int = 0
     outdated: int = 0
+    members: tuple[str, ...] = ()
+    """The ready ones, oldest first."""
     hits: int = 0
     misses: int = 0
     claim: Quantiles = Quantiles()
@@ -134,7 +139,10 @@ class Requirements(model.Noun, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     minimum_isolation: model.Level | None = None
     resources: model.Resources | None = None
+    """At least so much of each, when it was made."""
     template_version: str | None = None
+    sandbox: str | None = None
+    """This very member."""
 
 
 class ClaimSpec(model.Noun, frozen=True, kw_only=True):
@@ -149,7 +157,8 @@ class ClaimSpec(model.Noun, frozen=True, kw_only=True):
     secrets: tuple[str, ...] = ()
     policy: dict[str, Any] = {}
     """Laid over the template's; `{"network": {"allow": […]}}` for instance."""
-    resources: model.Resources | None = None
+    resources: dict[str, float] = {}
+    """The fields of `Resources` that differ from the template's."""
     volumes: dict[str, model.Mount] = {}
     labels: dict[str, str] = {}
     requirements: Requirements = Requirements()

@@ -1,6 +1,7 @@
 """Durable nouns and the journal, in one SQLite file that several processes share.
 
     sandboxes   one row each: what is searched for as columns, the noun itself as JSON in `info`
+    templates, pools, claims    what waits, by name; a claim with its owner and how far its binding got
     events      the journal: `seq` rises by commit order, is never re-used, and a row is never changed
 
 Memory is the working copy; this is the truth after a restart. Every in-process engine, the keeper and the server of one
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from cloche import errors, events, interfaces, model
+from cloche import crash, errors, events, interfaces, model
 
 if TYPE_CHECKING:
     import sqlite3
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from cloche import stock
 
 N = TypeVar("N", bound=model.Noun)
-VERSION = 3
+VERSION = 4
 BUSY_S = 10.0
 TENANT = "local"
 """Who owns what is made without a key: the user of this machine."""
@@ -85,6 +86,22 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
                PRIMARY KEY (tenant, name)
            ) WITHOUT ROWID""",
     ),
+    4: (
+        """CREATE TABLE templates (
+               tenant TEXT NOT NULL, name TEXT NOT NULL, version TEXT NOT NULL, info BLOB NOT NULL,
+               PRIMARY KEY (tenant, name)
+           ) WITHOUT ROWID""",
+        """CREATE TABLE pools (
+               tenant TEXT NOT NULL, name TEXT NOT NULL, generation INTEGER NOT NULL, info BLOB NOT NULL,
+               PRIMARY KEY (tenant, name)
+           ) WITHOUT ROWID""",
+        """CREATE TABLE claims (
+               tenant TEXT NOT NULL, name TEXT NOT NULL, owner TEXT NOT NULL, phase TEXT NOT NULL, sandbox TEXT,
+               ended_at REAL, info BLOB NOT NULL, PRIMARY KEY (tenant, name)
+           ) WITHOUT ROWID""",
+        # A sandbox is granted once: the second claim that wants it fails here, whoever forgot to look.
+        """CREATE UNIQUE INDEX claims_sandbox ON claims (sandbox) WHERE sandbox IS NOT NULL""",
+    ),
 }
 
 
@@ -115,7 +132,7 @@ class Store(interfaces.Store):
         """Insert or replace. A name that another live sandbox of the tenant has is `name_conflict`."""
         ended_at = None if info.phase in LIVE else (time.time() if now is None else now)
         row = (info.id, info.tenant or TENANT, info.name, info.owner, info.phase, ended_at, _dump(info))
-        with self._transaction(f"the name {info.name!r} is taken by another sandbox") as db:
+        with self._transaction("put_sandbox", f"the name {info.name!r} is taken by another sandbox") as db:
             db.execute(
                 """INSERT INTO sandboxes (id, tenant, name, owner, phase, ended_at, info, spec)
                    VALUES (?, ?, ?, ?, ?, ?, ?, ?)
@@ -139,7 +156,7 @@ class Store(interfaces.Store):
         return sorted(found, key=lambda pair: (pair[0].created_at, pair[0].id))
 
     def take_over(self, sandbox: str, owner: str, by: str) -> bool:
-        with self._transaction() as db:
+        with self._transaction("take_over") as db:
             done = db.execute(
                 "UPDATE sandboxes SET owner = ? WHERE id = ? AND owner = ? AND phase = 'archived'",
                 (by, sandbox, owner),
@@ -175,7 +192,7 @@ class Store(interfaces.Store):
         dead = [owner for (owner,) in rows if not owner_alive(owner)]
         if not dead:
             return []
-        with self._transaction() as db:
+        with self._transaction("mark_lost") as db:
             return [lost for owner in dead for lost in self._lose(db, owner, now)]
 
     def _lose(self, db: sqlite3.Connection, owner: str, now: float) -> list[model.SandboxInfo]:
@@ -195,7 +212,7 @@ class Store(interfaces.Store):
     # ── snapshots ──────────────────────────────────────────────────────────────────────────────
 
     def put_snapshot(self, info: stock.SnapshotInfo) -> None:
-        with self._transaction(f"there is a snapshot {info.name!r} already") as db:
+        with self._transaction("put_snapshot", f"there is a snapshot {info.name!r} already") as db:
             db.execute(
                 "INSERT INTO snapshots (id, tenant, name, info) VALUES (?, ?, ?, ?)",
                 (info.id, info.spec.tenant or TENANT, info.name, _dump(info)),
@@ -209,14 +226,133 @@ class Store(interfaces.Store):
         return sorted(found, key=lambda info: (info.created_at, info.id))
 
     def delete_snapshot(self, snapshot: str) -> None:
-        with self._transaction() as db:
+        with self._transaction("delete_snapshot") as db:
             db.execute("DELETE FROM snapshots WHERE id = ?", (snapshot,))
+
+    # ── what waits ─────────────────────────────────────────────────────────────────────────────
+
+    def put_template(
+        self, info: stock.TemplateInfo, if_version: str | None = None, *, tenant: str = TENANT
+    ) -> None:
+        """Insert or replace. With `if_version`, only that version is replaced (of several processes one wins)."""
+        with self._transaction("put_template") as db:
+            row = db.execute(
+                "SELECT version FROM templates WHERE tenant = ? AND name = ?", (tenant, info.spec.name)
+            ).fetchone()
+            found = row[0] if row else ""
+            if if_version is not None and if_version != found:
+                raise errors.error(
+                    "version_conflict",
+                    f"the template {info.spec.name!r} has version {found or 'none'}, not {if_version}",
+                    hint="look at it again, and put your change on top",
+                )
+            db.execute(
+                "INSERT OR REPLACE INTO templates (tenant, name, version, info) VALUES (?, ?, ?, ?)",
+                (tenant, info.spec.name, info.version, _dump(info)),
+            )
+
+    def template(self, name: str, *, tenant: str = TENANT) -> stock.TemplateInfo | None:
+        found: stock.TemplateInfo | None = self._one(
+            "SELECT info FROM templates WHERE tenant = ? AND name = ?", (tenant, name), "TemplateInfo"
+        )
+        return found
+
+    def templates(self, *, tenant: str = TENANT) -> list[stock.TemplateInfo]:
+        return self._all(
+            "SELECT info FROM templates WHERE tenant = ? ORDER BY name", (tenant,), "TemplateInfo"
+        )
+
+    def delete_template(self, name: str, *, tenant: str = TENANT) -> None:
+        with self._transaction("delete_template") as db:
+            db.execute("DELETE FROM templates WHERE tenant = ? AND name = ?", (tenant, name))
+
+    def put_pool(self, info: stock.PoolInfo, *, tenant: str = TENANT) -> None:
+        with self._transaction("put_pool") as db:
+            db.execute(
+                "INSERT OR REPLACE INTO pools (tenant, name, generation, info) VALUES (?, ?, ?, ?)",
+                (tenant, info.name, info.generation, _dump(info)),
+            )
+
+    def pools(self, *, tenant: str = TENANT) -> list[stock.PoolInfo]:
+        return self._all("SELECT info FROM pools WHERE tenant = ? ORDER BY name", (tenant,), "PoolInfo")
+
+    def delete_pool(self, name: str, *, tenant: str = TENANT) -> None:
+        with self._transaction("delete_pool") as db:
+            db.execute("DELETE FROM pools WHERE tenant = ? AND name = ?", (tenant, name))
+
+    def put_claim(self, info: stock.ClaimInfo, owner: str, phase: str, *, tenant: str = TENANT) -> None:
+        """Insert, or move on. The name of another engine's live claim is `name_conflict`; so is a bound sandbox."""
+        with self._transaction(f"put_claim_{phase}", f"sandbox {info.sandbox} is bound already") as db:
+            row = db.execute(
+                "SELECT owner FROM claims WHERE tenant = ? AND name = ? AND phase <> 'ended'",
+                (tenant, info.name),
+            ).fetchone()
+            if row and row[0] != owner:
+                raise errors.error(
+                    "name_conflict",
+                    f"the name {info.name!r} is taken by a claim of another engine (process {row[0].partition(':')[0]})",
+                    hint="release it there, or choose another name",
+                )
+            db.execute("DELETE FROM claims WHERE tenant = ? AND name = ?", (tenant, info.name))
+            db.execute(
+                """INSERT INTO claims (tenant, name, owner, phase, sandbox, ended_at, info)
+                   VALUES (?, ?, ?, ?, ?, ?, ?)""",
+                (tenant, info.name, owner, phase, info.sandbox, info.finished_at, _dump(info)),
+            )
+
+    def claim(self, name: str, *, tenant: str = TENANT) -> stock.ClaimInfo | None:
+        found: stock.ClaimInfo | None = self._one(
+            "SELECT info FROM claims WHERE tenant = ? AND name = ?", (tenant, name), "ClaimInfo"
+        )
+        return found
+
+    def claims(self, *, tenant: str = TENANT) -> list[stock.ClaimInfo]:
+        return self._all("SELECT info FROM claims WHERE tenant = ? ORDER BY name", (tenant,), "ClaimInfo")
+
+    def delete_claim(self, name: str, *, tenant: str = TENANT) -> None:
+        with self._transaction("delete_claim") as db:
+            db.execute("DELETE FROM claims WHERE tenant = ? AND name = ?", (tenant, name))
+
+    def settle_claims(self, owner_alive: Callable[[str], bool], now: float) -> list[str]:
+        """Of dead owners: what was being bound is undone, what was bound is finished, for its sandbox is gone."""
+        rows = self._query("SELECT DISTINCT owner FROM claims WHERE phase <> 'ended'")
+        dead = [owner for (owner,) in rows if not owner_alive(owner)]
+        if not dead:
+            return []
+        settled = []
+        with self._transaction("settle_claims") as db:
+            for owner in dead:
+                live = "SELECT tenant, name, phase, info FROM claims WHERE owner = ? AND phase <> 'ended'"
+                for tenant, name, phase, raw in db.execute(live, (owner,)).fetchall():
+                    settled.append(name)
+                    if phase == "binding":
+                        db.execute("DELETE FROM claims WHERE tenant = ? AND name = ?", (tenant, name))
+                        continue
+                    info = _finished(self._read_noun(raw, "ClaimInfo"), owner, now)
+                    db.execute(
+                        """UPDATE claims SET phase = 'ended', sandbox = NULL, ended_at = ?, info = ?
+                           WHERE tenant = ? AND name = ?""",
+                        (now, _dump(info), tenant, name),
+                    )
+        return settled
+
+    def _one(self, statement: str, values: tuple[Any, ...], noun: str) -> Any:
+        found = self._all(statement, values, noun)
+        return found[0] if found else None
+
+    def _all(self, statement: str, values: tuple[Any, ...], noun: str) -> list[Any]:
+        return [self._read_noun(raw, noun) for (raw,) in self._query(statement, values)]
+
+    def _read_noun(self, raw: bytes, noun: str) -> Any:
+        from cloche import stock
+
+        return self._load(raw, getattr(stock, noun))
 
     # ── journal ────────────────────────────────────────────────────────────────────────────────
 
     def append_event(self, kind: str, sandbox: str | None, time: float, data: dict[str, Any]) -> int:
         """Append; the sequence number."""
-        with self._transaction() as db:
+        with self._transaction("append_event") as db:
             return _insert(db, events.Row(kind, sandbox, time, data))
 
     def record(self, happened: Iterable[events.AnyEvent]) -> list[int]:
@@ -224,7 +360,7 @@ class Store(interfaces.Store):
         rows = [events.to_row(event) for event in happened]
         if not rows:
             return []
-        with self._transaction() as db:
+        with self._transaction("record") as db:
             return [_insert(db, row) for row in rows]
 
     def events(
@@ -254,9 +390,10 @@ class Store(interfaces.Store):
 
     def prune(self, before: float) -> Pruned:
         """Forget events older than `before`, and sandboxes that ended before it."""
-        with self._transaction() as db:
+        with self._transaction("prune") as db:
             dropped = db.execute("DELETE FROM events WHERE time < ?", (before,)).rowcount
             ended = db.execute("DELETE FROM sandboxes WHERE ended_at < ?", (before,)).rowcount
+            db.execute("DELETE FROM claims WHERE ended_at < ?", (before,))
         return Pruned(dropped, ended)
 
     def close(self) -> None:
@@ -273,13 +410,18 @@ class Store(interfaces.Store):
             return self._connection().execute(statement, values).fetchall()
 
     @contextmanager
-    def _transaction(self, conflict: str = "the row is there already") -> Iterator[sqlite3.Connection]:
+    def _transaction(
+        self, act: str, conflict: str = "the row is there already"
+    ) -> Iterator[sqlite3.Connection]:
+        """One durable write, named for the tests that kill the process around it."""
         with self._lock, self._translated(conflict):
             db = self._connection()
+            crash.point(f"{act}:before")
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
                 db.execute("COMMIT")
+                crash.point(f"{act}:after")
             except BaseException:
                 # SQLite has already rolled back after some failures (a full disk), and says so.
                 if db.in_transaction:
@@ -326,6 +468,7 @@ class Store(interfaces.Store):
         while (version := _version(db)) < VERSION:
             db.execute("BEGIN IMMEDIATE")
             try:
+                crash.point("migrate:before")
                 # Another process may have been faster.
                 if _version(db) == version:
                     self._refuse_foreign(db, version)
@@ -333,6 +476,7 @@ class Store(interfaces.Store):
                         db.execute(statement)
                     db.execute(f"PRAGMA user_version = {version + 1}")
                 db.execute("COMMIT")
+                crash.point("migrate:after")
             except BaseException:
                 if db.in_transaction:
                     db.execute("ROLLBACK")
@@ -489,6 +633,14 @@ def _lost(info: model.SandboxInfo, now: float) -> events.Lost:
     return events.Lost(
         sandbox=info.id, time=now, actor="sweeper", reason=info.reason or "lost", owner=info.owner
     )
+
+
+def _finished(info: stock.ClaimInfo, owner: str, now: float) -> stock.ClaimInfo:
+    from cloche.lifecycle import claims, conditions
+
+    words = f"its engine (process {owner.partition(':')[0]}) ended; found at {_utc(now)}"
+    told = conditions.settle(claims.finished("lost", words), info.conditions, now)
+    return msgspec.structs.replace(info, sandbox=None, finished_at=now, conditions=told)
 
 
 def _utc(seconds: float) -> str:

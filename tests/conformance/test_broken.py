@@ -218,7 +218,7 @@ FLAWED = {
     "variables": """
         variables_of_the_sandbox_reach_commands
         variables_of_a_command_stay_with_it
-        variables_can_be_bound_later
+        variables_can_be_bound_later files_can_be_bound_later
         commands_run_side_by_side
         sandboxes_can_be_made_side_by_side
     """,

@@ -414,7 +414,7 @@ async def a_tree_dies_with_its_daemons(box: Box) -> None:
 
 
 async def variables_can_be_bound_later(box: Box) -> None:
-    await box.machine.set_environment({"LATE": "1"})
+    await box.machine.bind(interfaces.Binding(env={"LATE": "1"}))
     assert (await box.run("echo $LATE")).out == "1\n"
 
 

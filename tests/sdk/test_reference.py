@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import cloche
-from cloche.sdk import sync
+from cloche.sdk import sync, sync_pools
 from cloche.testing import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +39,7 @@ def methods():
         sync.Contexts,
         sync.Snapshot,
         sync.Image,
+        sync_pools.Pool,
     )
     for kind in kinds:
         yield from (f"{kind.__name__}.{name}" for name in vars(kind) if not name.startswith("_"))
@@ -47,7 +48,16 @@ def methods():
 def test_every_public_method_has_its_heading_and_no_heading_is_stale():
     headings = set(re.findall(r"^### `(.*)`$", PAGE, re.MULTILINE))
     fixtures = {name for name in ("sandbox", "make_sandbox", "sandbox_options") if hasattr(plugin, name)}
-    assert headings == {*methods(), "run", "Sandbox", "AsyncSandbox.create", *fixtures}
+    assert headings == {
+        *methods(),
+        "run",
+        "Sandbox",
+        "AsyncSandbox.create",
+        "Pool",
+        "Template",
+        "put_template",
+        *fixtures,
+    }
 
 
 def test_every_public_name_is_mentioned():

@@ -10,14 +10,16 @@ from typing import get_type_hints
 
 import pytest
 
-from cloche.sdk import sandboxes, sync
+from cloche.sdk import pools, sandboxes, sync, sync_pools
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/generate_sync"
 PAIRS = [
     (getattr(sandboxes, f"Async{name}"), getattr(sync, name))
     for name in ("Sandbox", "Process", "Processes", "Files", "Context", "Contexts")
-]
+] + [(pools.AsyncPool, sync_pools.Pool)]
+MADE = (sync.Sandbox, sync_pools.Pool)
+"""Their constructor does what `create` does."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,8 @@ def test_the_checked_in_file_is_up_to_date():
 def test_a_change_of_the_source_is_drift(generator):
     source = Path(sandboxes.__file__).read_text()
     assert generator.generate(source) == Path(sync.__file__).read_text()
+    pooled = Path(pools.__file__).read_text()
+    assert generator.generate(pooled, "pools") == Path(sync_pools.__file__).read_text()
     changed = source.replace(
         "async def kill(self) -> None:", "async def kill(self, hard: bool = True) -> None:"
     )
@@ -54,14 +58,14 @@ def test_a_change_of_the_source_is_drift(generator):
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda kind: kind.__name__)
 def test_every_method_has_its_twin(source, target):
-    assert public(target) == public(source) - {"create"} if target is sync.Sandbox else public(source)
+    assert public(target) == public(source) - {"create"} if target in MADE else public(source)
     for name in public(target):
         assert inspect.getdoc(getattr(target, name)), f"{target.__name__}.{name} says nothing"
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda kind: kind.__name__)
 def test_twins_take_the_same_arguments(source, target):
-    for name in public(target) | {"__init__"} if target is sync.Sandbox else public(target):
+    for name in public(target) | {"__init__"} if target in MADE else public(target):
         one, other = inspect.getattr_static(source, name), inspect.getattr_static(target, name)
         if isinstance(one, property):
             assert isinstance(other, property)

@@ -189,7 +189,7 @@ def _calls(made: FakeMachine) -> dict[str, Callable[[], Awaitable[Any]]]:
     return {
         "stat": lambda: made.file_act("stat", "/x"),
         "signal": lambda: made.signal(5, 9),
-        "environment": lambda: made.set_environment({"A": "1"}),
+        "environment": lambda: made.bind(interfaces.Binding(env={"A": "1"})),
         "start": lambda: made.start(start),
         "open": lambda: made.open_file("/x", os.O_RDONLY),
         "connect": lambda: made.connect(80),

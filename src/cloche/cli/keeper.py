@@ -95,14 +95,18 @@ async def _serve(config: settings.Settings, path: str, shape: str, tell: int) ->
     kept = keeper.Keeper(engine, engine, idle_exit_s=config.keeper.idle_exit_s, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(Complaints())
     serving = asyncio.ensure_future(kept.serve(path))
+    hosting = None
     await asyncio.sleep(0)  # it listens now, or has failed
     if not serving.done():
         _tell(tell, "ready\n")
         _warm_up(engine, shape, config.defaults)
+        hosting = asyncio.ensure_future(_host(engine, config))
     gc.freeze()  # what was imported stays; the collector need not look at it again
     try:
         await serving
     finally:
+        if hosting is not None:
+            hosting.cancel()
         asyncio.get_running_loop().call_later(_FAREWELL_S, os._exit, 1)
 
 
@@ -113,6 +117,12 @@ def _warm_up(engine: Any, shape: str, defaults: settings.Defaults) -> None:
             engine.warm_up(rpc.complete(json.loads(shape), defaults))
         except (errors.ClocheError, ValueError):
             pass
+
+
+async def _host(engine: Any, config: settings.Settings) -> None:
+    """Fill the pools that were made to stay; without a state file there are none."""
+    if os.path.exists(config.state_path):  # noqa: ASYNC240 - a look, before anybody is served
+        await engine.host()
 
 
 class Complaints:

@@ -34,6 +34,7 @@ class HeldMachine(machine.GuestMachine):
         self._pidfd = -1
         self._paused = False
         self._stopped: set[int] = set()
+        self._agents = 1
         self._removed: asyncio.Future[bool] | None = None
 
     def hold(
@@ -44,6 +45,7 @@ class HeldMachine(machine.GuestMachine):
         `agents` are processes of ours that count but are not the user's. `running` is how many processes the kernel
         already counts against RLIMIT_NPROC; None where it binds nobody.
         """
+        self._agents = agents
         enforced: frozenset[str] = frozenset()
         if self._group is not None:
             pids = resources.pids + agents
@@ -70,6 +72,16 @@ class HeldMachine(machine.GuestMachine):
             self.limits["cpus"] = model.Limit(value=len(affinity), enforcement="enforced", by="affinity")
         self.limits["disk_mib"] = disk
         return Held(rlimits, affinity)
+
+    def _rebind_limits(self, resources: model.Resources) -> None:
+        disk = self.limits["disk_mib"]
+        by = {self.limits[name].by for name in ("memory_mib", "pids", "cpus")}
+        if disk.value != resources.disk_mib or by != {"cgroup"} or self._group is None:
+            raise errors.error(
+                "not_supported_by_driver",
+                "the limits of a running sandbox can be changed where a cgroup holds them; its disk never",
+            )
+        self.hold(resources, disk, agents=self._agents)
 
     @property
     def host_pid(self) -> int:

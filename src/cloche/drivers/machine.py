@@ -14,7 +14,7 @@ import signal
 import socket
 import stat
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -229,8 +229,24 @@ class GuestMachine(interfaces.Machine):
             os.fchmod(slave, 0o666)  # in the sandbox's own instance, which only it can name
         return interfaces.Terminal(master, slave)
 
-    async def set_environment(self, env: dict[str, str]) -> None:
-        await self._link.request("env", {"set": env})
+    async def bind(self, binding: interfaces.Binding) -> None:
+        if binding.resources is not None:
+            self._rebind_limits(binding.resources)
+        listed = [(path, len(data), mode) for path, data, mode in binding.files]
+        fds = [_in_memory(data for _, data, _ in binding.files)] if listed else []
+        try:
+            await self._link.request("bind", {"env": binding.env, "files": listed}, fds)
+        except OSError as problem:
+            with borders.paths(str(problem.filename or "a file")):
+                raise
+        finally:
+            wire.close_all(fds)
+
+    def _rebind_limits(self, resources: model.Resources) -> None:
+        """A driver that can hold other limits from now on does."""
+        raise errors.error(
+            "not_supported_by_driver", "the limits of a running sandbox cannot be changed here"
+        )
 
     async def connect(self, port: int) -> int:
         try:
@@ -332,6 +348,15 @@ def _is_name(name: str, *, alone: bool) -> bool:
     if alone and name in ("/", "."):
         return True
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name and len(name) <= 255
+
+
+def _in_memory(pieces: Iterable[bytes]) -> int:
+    memory = os.memfd_create("cloche-files", os.MFD_CLOEXEC)
+    for data in pieces:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(memory, view) :]
+    return memory
 
 
 def _open_to_all(fds: Sequence[int]) -> None:

@@ -241,6 +241,10 @@ class ProcessMachine(spawned.SpawnedMachine):
             arguments["target"] = self.real(arguments["target"])
         return await super().file_act(act, self.real(path), user=user, **arguments)
 
+    async def bind(self, binding: interfaces.Binding) -> None:
+        files = [(self.real(path), data, mode) for path, data, mode in binding.files]
+        await super().bind(binding._replace(files=files))
+
     def watch(self, path: str, *, recursive: bool, user: str = "user") -> AsyncIterator[model.FileEvent]:
         return super().watch(self.real(path), recursive=recursive, user=user)
 

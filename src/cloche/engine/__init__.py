@@ -24,7 +24,7 @@ from cloche.lifecycle import suspending
 
 if TYPE_CHECKING:
     from cloche import stock
-    from cloche.engine import archiving, snapshots
+    from cloche.engine import archiving, snapshots, stocking
 
 SUSPENSIONS = ("pause", "hibernate", "archive")
 _MOST_FORKS = 1000
@@ -86,7 +86,8 @@ class Engine(interfaces.Backend):
         self._reaper = reaping.Reaper(
             self._clock, lambda: list(self._sandboxes.values()), self._expire, self._rest
         )
-        self._warm = reaping.Warm(self._make_warm, warm)
+        self._guesses = warm
+        self._stocked: stocking.Stock | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._swept = False
         self._closed = False
@@ -97,21 +98,20 @@ class Engine(interfaces.Backend):
         self, spec: model.SandboxSpec, *, image: interfaces.Image | None = None
     ) -> model.SandboxInfo:
         """A running sandbox. An `image` that the caller holds stands for the spec's, for a step of a build."""
-        self._accept(spec)
+        asked = spec
+        spec = await self._accept(spec)
         start = None
         if spec.snapshot is not None:
             start = await self._shelf.find(spec.snapshot)
             spec = self._shelf.inherit(spec, start)
             spec.check()
-        layers, rules = await self._settle(spec)
-        spec = policy.bound(rules, spec)
-        policy.check_secrets(rules, spec.secrets)
-        self._networks.check(rules.network)
+        wanted = self._judge(spec, await self._settle(spec))
+        spec = wanted.spec
         if spec.full_name is not None and spec.full_name not in self._names:
             self._adopt(spec.full_name)
         while spec.full_name is not None and spec.full_name in self._names:
             if spec.full_name not in self._coming:
-                return self._same(spec)
+                return self._same(asked)
             await self._coming[spec.full_name].wait()  # whoever asks for the same at once gets the same
         self._check_capacity()
         sandbox_id = model.new_id()
@@ -119,49 +119,139 @@ class Engine(interfaces.Backend):
             self._names[spec.full_name] = sandbox_id
             self._coming[spec.full_name] = asyncio.Event()
         self._creating += 1
-        lent = given = None
         try:
-            if spec.workspace is not None:
-                lent = await asyncio.to_thread(
-                    self._workspaces.open,
-                    spec.workspace,
-                    rules=rules,
-                    sandbox_id=sandbox_id,
-                    overlay=spec.overlay,
-                    path=spec.path,
-                )
-            elif rules.files.read or rules.files.write:
-                lent = await asyncio.to_thread(self._workspaces.show, rules=rules)
-            given = await self._networks.bind(spec, rules, sandbox_id)
-            bound = {**given.env, **spec.env}
-            kept = None if start is None else self._shelf.place(start.id)
-            warm = await self._warm.take(spec, rules, bound) if image is None else None
-            machine = warm or await self._make_machine(
-                msgspec.structs.replace(spec, env=bound), rules, lent, kept, image
-            )
-            made = self._known(sandbox_id, spec, rules, machine, lent)
-            made.layers = layers
-            await self._connect(made, given)
-            self._sandboxes[sandbox_id] = made
+            made = await self._obtain(sandbox_id, wanted, start, image)
+            made.asked = asked
+            self._sandboxes[made.id] = made
         except BaseException:
             self._names.pop(spec.full_name or "", None)
+            raise
+        finally:
+            self._creating -= 1
+            if spec.full_name is not None:
+                self._coming.pop(spec.full_name).set()
+        await self._publish(made)
+        if self._guesses and image is None:
+            self._stock.guesses.used(wanted)
+        return made.info(server=self.where, owner=self.owner)
+
+    def _judge(
+        self, spec: model.SandboxSpec, settled: tuple[tuple[policy.Layer, ...], policy.Merged] | None = None
+    ) -> sandboxes.Wanted:
+        """What the policy makes of a spec; raises what it refuses, before anything is made."""
+        layers = settled[0] if settled is not None else self._layers(spec)
+        rules = settled[1] if settled is not None else policy.resolve(layers)
+        spec = policy.bound(rules, spec)
+        policy.check_secrets(rules, spec.secrets)
+        self._networks.check(rules.network)
+        return sandboxes.Wanted(spec, rules, layers)
+
+    async def _obtain(
+        self,
+        sandbox_id: str,
+        wanted: sandboxes.Wanted,
+        start: stock.SnapshotInfo | None,
+        image: interfaces.Image | None,
+    ) -> sandboxes.Sandbox:
+        """One that waits and can take on all that is wanted, else a new one."""
+        found = self._stock.guesses.take(wanted) if self._guesses and image is None else None
+        if found is None:
+            return await self._build(wanted, sandbox_id, start=start, image=image)
+        try:
+            await self._bind(found, wanted, {})
+        except BaseException:
+            await self._discard(found, "it could not be bound")
+            raise
+        if wanted.spec.full_name is not None:
+            self._names[wanted.spec.full_name] = found.id
+        return found
+
+    async def _build(
+        self, wanted: sandboxes.Wanted, sandbox_id: str = "", *, start: stock.SnapshotInfo | None = None,
+        image: interfaces.Image | None = None, ahead: bool = False,
+    ) -> sandboxes.Sandbox:  # fmt: skip
+        """A sandbox that is ready for use and that nobody knows of yet. `ahead` of need, its contexts run already."""
+        spec, rules, layers = wanted
+        sandbox_id = sandbox_id or model.new_id()
+        lent = await self._lend(sandbox_id, spec, rules)
+        given = None
+        try:
+            given = await self._networks.bind(spec, rules, sandbox_id)
+            kept = None if start is None else self._shelf.place(start.id)
+            bound = msgspec.structs.replace(spec, env={**given.env, **spec.env})
+            machine = await self._make_machine(bound, rules, lent, kept, image)
+            made = self._known(sandbox_id, spec, rules, machine, lent)
+            made.layers = layers
+            try:
+                await self._get_ready(made, given, ahead=ahead)
+            except BaseException:
+                await self._discard(made, "it could not be got ready")
+                raise
+        except BaseException:
             if lent is not None:
                 await asyncio.to_thread(lent.finish)
             raise
         finally:
-            self._creating -= 1
             if given is not None:
                 given.close()
-            if spec.full_name is not None:
-                self._coming.pop(spec.full_name).set()
+        return made
+
+    async def _lend(
+        self, sandbox_id: str, spec: model.SandboxSpec, rules: policy.Merged
+    ) -> interfaces.Workspace | None:
+        """What of the host it is shown."""
+        if spec.workspace is not None:
+            return await asyncio.to_thread(
+                self._workspaces.open,
+                spec.workspace,
+                rules=rules,
+                sandbox_id=sandbox_id,
+                overlay=spec.overlay,
+                path=spec.path,
+            )
+        if rules.files.read or rules.files.write:
+            return await asyncio.to_thread(self._workspaces.show, rules=rules)
+        return None
+
+    async def _get_ready(self, made: sandboxes.Sandbox, given: network.Bound, *, ahead: bool) -> None:
+        await self._connect(made, given)
+        if ahead and self.settings.guest.prestart_contexts:
+            for language in made.spec.contexts:
+                await made.context(None, language)
+        if made.spec.startup and made.spec.snapshot is None:  # a snapshot has what they did
+            from cloche.engine import startup
+
+            await startup.perform(made, self._clock)
+        if ahead and made.phase == "running" and made.rules.network.mode == "off":
+            await self._networks.prepare(made.machine)
+
+    async def _bind(self, made: sandboxes.Sandbox, wanted: sandboxes.Wanted, files: dict[str, bytes]) -> None:
+        """Give a sandbox that waited everything in which it differs from what is wanted."""
+        spec, rules, layers = wanted
+        given = await self._networks.bind(spec, rules, made.id)
+        await made.wake()
+        before, made.rules, made.layers = made.rules.network, rules, layers
+        work = [made.bind(spec, {**given.env, **spec.env}, files)]
+        if rules.network != before or given.credentials is not None:
+            work.append(self._networks.rebind(made, given))
+        try:
+            await asyncio.gather(*work)
+        finally:
+            given.close()
+        if rules.network.mode == "off":
+            self._networks.forgo(made.machine)
+
+    async def _publish(self, made: sandboxes.Sandbox) -> None:
+        """From now on it is somebody's."""
+        spec, machine = made.spec, made.machine
+        self._sandboxes[made.id] = made
         if self._audit is not None and self._audit.problem is not None:
             machine.warnings = (*machine.warnings, self._audit.problem)
         self._follow(made)
         self._reaper.look_again(made)
-        info = made.info(server=self.where, owner=self.owner)
         self._journal.append(
             events.Created(
-                sandbox=sandbox_id,
+                sandbox=made.id,
                 time=made.created_at,
                 actor=self._actor,
                 name=spec.name,
@@ -173,34 +263,44 @@ class Engine(interfaces.Backend):
         )
         if spec.stay:
             try:
+                info = made.info(server=self.where, owner=self.owner)
                 await asyncio.to_thread(self._store.put_sandbox, info)
             except BaseException:
-                made.spec = msgspec.structs.replace(
-                    spec, stay=False
-                )  # there is no record of it to bring up to date
+                # There is no record of it to bring up to date.
+                made.spec = msgspec.structs.replace(spec, stay=False)
                 await self._end(made, "failed", "it could not be recorded")
                 raise
-        if image is None:
-            self._warm.replenish(spec, rules)
         if not self._swept:
             self._swept = True
             self._spawn(self._sweep_quietly(), "sweep")
-        return info
+
+    async def _discard(self, made: sandboxes.Sandbox, words: str) -> None:
+        """End a sandbox that nobody knows of."""
+        made.phase = "deleted"
+        self._sandboxes.pop(made.id, None)
+        self._networks.forgo(made.machine)
+        await made.machine.kill(words)
+        made.close()
+        await self._networks.detach(made)
+        if made.workspace is not None:
+            await asyncio.to_thread(made.workspace.finish)
 
     def warm_up(self, spec: model.SandboxSpec) -> None:
         """Have a sandbox of this shape made before anybody asks for it."""
-        self._accept(spec)
-        rules = policy.resolve(self._layers(spec))
-        self._warm.replenish(policy.bound(rules, spec), rules)
+        spec.check()
+        if self._guesses:
+            self._stock.guesses.used(self._judge(spec))
 
-    def _accept(self, spec: model.SandboxSpec) -> None:
+    async def _accept(self, spec: model.SandboxSpec) -> model.SandboxSpec:
+        """The spec with what it leaves to its template."""
         if self._closed:
             raise errors.error("server_unavailable", "this engine is closed")
         spec.check()
-        if spec.template != "base":
-            raise errors.error(
-                "template_not_found", f"there is no template {spec.template!r}", hint="use 'base'"
-            )
+        if spec.template == "base":  # it says nothing; and most commands end here
+            return spec
+        from cloche.engine import templates
+
+        return templates.settle(spec, (await self._stock.templates.get(spec.template)).spec)
 
     async def _settle(self, spec: model.SandboxSpec) -> tuple[tuple[policy.Layer, ...], policy.Merged]:
         """The layers of a sandbox and what they come to."""
@@ -224,7 +324,7 @@ class Engine(interfaces.Backend):
 
     def _same(self, spec: model.SandboxSpec) -> model.SandboxInfo:
         found = self._sandboxes.get(self._names[spec.full_name or ""])
-        if found is None or found.spec != spec:
+        if found is None or found.asked != spec:
             raise errors.error(
                 "name_conflict",
                 f"the name {spec.full_name!r} is taken by a sandbox that was asked for differently",
@@ -234,7 +334,8 @@ class Engine(interfaces.Backend):
 
     def _check_capacity(self, wanted: int = 1) -> None:
         limit = self.settings.limits.max_sandboxes
-        if len(self._sandboxes) + self._creating + wanted > limit:
+        waiting = self._stocked.held if self._stocked is not None else 0
+        if len(self._sandboxes) + self._creating + waiting + wanted > limit:
             raise errors.error(
                 "capacity_exceeded",
                 f"{limit} sandboxes are live, which is this engine's limit",
@@ -258,21 +359,12 @@ class Engine(interfaces.Backend):
         machine = sandbox.machine
         machine.ended.add_done_callback(lambda future: self._machine_ended(sandbox, machine, future))
 
-    async def _make_warm(self, spec: model.SandboxSpec, rules: policy.Merged) -> interfaces.Machine:
-        machine = await self._make_machine(spec, rules)
-        await self._networks.prepare(machine)
-        return machine
-
     async def _connect(self, made: sandboxes.Sandbox, given: network.Bound) -> None:
         """Its network, if its rules give it one; without it the sandbox is not made."""
         if made.rules.network.mode == "off":
             self._networks.forgo(made.machine)
-            return
-        try:
+        else:
             await self._networks.attach(made, given)
-        except BaseException:
-            await made.machine.kill("its network could not be made")
-            raise
 
     def _find(self, sandbox: str) -> sandboxes.Sandbox:
         found = self._sandboxes.get(sandbox) or self._sandboxes.get(self._names.get(sandbox, ""))
@@ -291,7 +383,8 @@ class Engine(interfaces.Backend):
 
     async def cool(self) -> None:
         """End the sandboxes that wait for nobody yet."""
-        await self._warm.close()
+        if self._stocked is not None:
+            await self._stocked.guesses.close()
 
     def machine_of(self, sandbox: str) -> interfaces.Machine:
         return self._find(sandbox).machine
@@ -587,7 +680,11 @@ class Engine(interfaces.Backend):
             self._follow(found)
             await before.kill(reason)
             await self._networks.detach(found)
-            await self._connect(found, given)
+            try:
+                await self._connect(found, given)
+            except BaseException:
+                await machine.kill("its network could not be made")
+                raise
         finally:
             given.close()
 
@@ -685,6 +782,74 @@ class Engine(interfaces.Backend):
             )
         )
 
+    # ── templates, pools, claims ────────────────────────────────────────────────────────────────
+
+    @property
+    def _stock(self) -> stocking.Stock:
+        if self._stocked is None:
+            from cloche.engine import stocking
+
+            self._stocked = stocking.Stock(
+                _House(self),
+                self._store,
+                self._clock,
+                self._journal.append,
+                lambda: self._actor,
+                self.owner,
+                self.settings.defaults,
+                self._guesses,
+            )
+        return self._stocked
+
+    async def host(self) -> None:
+        """Fill the pools that stay: this engine is the one that keeps them."""
+        await asyncio.to_thread(self._store.settle_claims, reaping.owner_lives, self._clock.time())
+        await self._stock.load()
+
+    async def put_template(
+        self, spec: stock.TemplateSpec, if_version: str | None = None, warnings: tuple[str, ...] = ()
+    ) -> stock.TemplateInfo:
+        return await self._stock.templates.put(spec, if_version, warnings)
+
+    async def template(self, name: str) -> stock.TemplateInfo:
+        return await self._stock.templates.get(name)
+
+    async def templates(self) -> builtins.list[stock.TemplateInfo]:
+        return await self._stock.templates.list()
+
+    async def delete_template(self, name: str) -> None:
+        await self._stock.templates.delete(name)
+
+    async def put_pool(self, spec: stock.PoolSpec, if_generation: int | None = None) -> stock.PoolInfo:
+        return await self._stock.put_pool(spec, if_generation)
+
+    async def pool(self, name: str) -> stock.PoolInfo:
+        return self._stock.pool_info(name)
+
+    async def pools(self) -> builtins.list[stock.PoolInfo]:
+        return self._stock.pools()
+
+    async def scale_pool(self, name: str, size: int, if_generation: int | None = None) -> stock.PoolInfo:
+        return await self._stock.scale_pool(name, size, if_generation)
+
+    async def wait_pool(self, name: str, ready: int | None = None, timeout_s: float = 60) -> stock.PoolInfo:
+        return await self._stock.wait_pool(name, ready, timeout_s)
+
+    async def delete_pool(self, name: str) -> None:
+        await self._stock.delete_pool(name)
+
+    async def claim(self, spec: stock.ClaimSpec) -> stock.ClaimInfo:
+        return await self._stock.claims.claim(spec)
+
+    async def claim_info(self, name: str) -> stock.ClaimInfo:
+        return await self._stock.claims.info(name)
+
+    async def claims(self) -> builtins.list[stock.ClaimInfo]:
+        return await self._stock.claims.list()
+
+    async def release_claim(self, name: str) -> None:
+        await self._stock.claims.release(name)
+
     # ── endings ─────────────────────────────────────────────────────────────────────────────────
 
     async def _end(self, sandbox: sandboxes.Sandbox, reason: events.EndReason, words: str) -> None:
@@ -698,6 +863,9 @@ class Engine(interfaces.Backend):
         if before in ("deleted", "lost"):
             await asyncio.shield(sandbox.machine.ended)
             return
+        if self._stocked is not None:
+            expired = reason in ("expired", "idle")
+            self._stocked.claims.ended(sandbox.id, "expired" if expired else "deleted", words)
         self._journal.append(
             events.Deleted(
                 sandbox=sandbox.id,
@@ -732,6 +900,8 @@ class Engine(interfaces.Backend):
         reason = future.result()
         sandbox.phase, sandbox.reason = "lost", reason
         self._forget(sandbox, reason)
+        if self._stocked is not None:
+            self._stocked.claims.ended(sandbox.id, "lost", reason)
         sandbox.close()
         self._spawn(self._networks.detach(sandbox), f"detach {sandbox.id}")
         self._spawn(self._give_back(sandbox), f"give back {sandbox.id}")
@@ -1105,6 +1275,7 @@ class Engine(interfaces.Backend):
             swept += await asyncio.to_thread(driver.sweep, set())
         swept += await asyncio.to_thread(self._workspaces.sweep)
         swept += await self._shelf.sweep() + await self._sweep_archive()
+        await asyncio.to_thread(self._store.settle_claims, reaping.owner_lives, self._clock.time())
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
         for info in lost:
             self._journal.audit(
@@ -1147,6 +1318,11 @@ class Engine(interfaces.Backend):
         return sum(1 for sandbox in self._sandboxes.values() if sandbox.phase != "archived")
 
     @property
+    def staying(self) -> int:
+        """Pools that are kept for whoever comes."""
+        return self._stocked.staying if self._stocked is not None else 0
+
+    @property
     def _actor(self) -> str:
         return events.caller.get("") or f"uid:{os.getuid()}"
 
@@ -1167,12 +1343,43 @@ class Engine(interfaces.Backend):
                 if s.phase != "archived"
             )
         )
-        await self._warm.close()
+        if self._stocked is not None:
+            await self._stocked.close()
         await self._placement.close()
         await self._networks.aclose()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._journal.close()
         self._store.close()
+
+
+class _House:
+    """What an engine's stock may ask of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def judge(self, spec: model.SandboxSpec) -> sandboxes.Wanted:
+        return self._engine._judge(spec)
+
+    async def build(self, wanted: sandboxes.Wanted, *, ahead: bool) -> sandboxes.Sandbox:
+        if self._engine._closed:
+            raise errors.error("server_unavailable", "this engine is closed")
+        return await self._engine._build(wanted, ahead=ahead)
+
+    async def bind(self, made: sandboxes.Sandbox, wanted: sandboxes.Wanted, files: dict[str, bytes]) -> None:
+        await self._engine._bind(made, wanted, files)
+
+    async def publish(self, made: sandboxes.Sandbox) -> None:
+        await self._engine._publish(made)
+
+    async def discard(self, made: sandboxes.Sandbox, words: str) -> None:
+        await self._engine._discard(made, words)
+
+    async def end(self, sandbox: str, words: str) -> None:
+        await self._engine._end(self._engine._find(sandbox), "asked", words)
+
+    def known(self, sandbox: str) -> bool:
+        return sandbox in self._engine._sandboxes or sandbox in self._engine._ended
 
 
 def spec_from(data: dict[str, Any]) -> model.SandboxSpec:

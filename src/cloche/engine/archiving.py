@@ -64,7 +64,7 @@ class Absent(interfaces.Machine):
     def open_terminal(self) -> interfaces.Terminal:
         self._refuse()
 
-    async def set_environment(self, env: dict[str, str]) -> None:
+    async def bind(self, binding: interfaces.Binding) -> None:
         self._refuse()
 
     def usage(self) -> interfaces.Usage:

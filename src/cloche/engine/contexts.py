@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -82,9 +82,13 @@ class Run:
 class Context:
     def __init__(
         self, context_id: str, language: str, interpreter: interfaces.Interpreter, machine: interfaces.Machine, *,
-        cwd: str | None,
+        cwd: str | None, preload: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.id = context_id
+        self._preload = tuple(preload)
+        self._environment: dict[str, str] = {}
+        self._unsent: dict[str, str] = {}
+        self._preloaded: asyncio.Future[str] | None = None
         self.language = language
         self._interpreter = interpreter
         self.cwd = cwd or "/workspace"
@@ -132,8 +136,42 @@ class Context:
         self.pid = child.pid
         self._adopt(here, out_read, err_read)
         child.exited.add_done_callback(lambda _: self._interpreter_ended(here))
+        self._unsent = dict(self._environment)
         if self._interpreter.frames:
             await self._wait_ready()
+            await self._send_setup()
+
+    async def _send_setup(self) -> None:
+        """A fresh interpreter is told what was bound, and imports what is wanted before any user's code."""
+        if self._environment:
+            await self._send({"op": "env", "set": self._environment})
+        if self._preload:
+            await self._import()
+
+    async def _import(self) -> None:
+        self._preloaded = self._loop.create_future()
+        await self._send({"op": "preload", "modules": self._preload})
+        problem = await self._preloaded
+        if problem:
+            self.close()
+            raise errors.error(
+                "startup_failed",
+                f"the context could not import {', '.join(self._preload)}: {problem[:1000]}",
+                hint="is the module in the template's image?",
+            )
+
+    async def set_environment(self, env: dict[str, str]) -> None:
+        """Variables for this and all later runs. A shell is told with its next piece of code."""
+        self._environment.update(env)
+        if self._interpreter.frames:
+            await self._send({"op": "env", "set": env})
+        else:
+            self._unsent.update(env)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        assert self._socket is not None
+        body = msgspec.json.encode(message)
+        await self._loop.sock_sendall(self._socket, struct.pack(">I", len(body)) + body)
 
     def _adopt(self, channel: socket.socket, out_read: int, err_read: int) -> None:
         channel.setblocking(False)
@@ -169,7 +207,8 @@ class Context:
     def _end(self, lost: errors.ClocheError) -> None:
         """Let go of the interpreter, and tell whoever waits for it."""
         self._drop()
-        for future in (self._ready, self._run.done if self._run else None):
+        waiting: list[asyncio.Future[Any] | None] = [self._ready, self._preloaded]
+        for future in (*waiting, self._run.done if self._run else None):
             if future is not None and not future.done():
                 future.set_exception(lost)
                 future.exception()
@@ -253,7 +292,9 @@ class Context:
         else:
             if "\0" in code:
                 raise errors.error("argument_invalid", "the code contains a NUL byte")
-            prefix = "".join(f"export {key}={_quoted(value)}\n" for key, value in (env or {}).items())
+            told = {**self._unsent, **(env or {})}
+            self._unsent = {}
+            prefix = "".join(f"export {key}={_quoted(value)}\n" for key, value in told.items())
             message = (prefix + code).encode() + b"\0"
         await self._loop.sock_sendall(self._socket, message)
         if not self._interpreter.frames:
@@ -344,6 +385,10 @@ class Context:
         if frame.op == "ready":
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(None)
+            return
+        if frame.op == "preloaded":
+            if self._preloaded is not None and not self._preloaded.done():
+                self._preloaded.set_result(frame.value)
             return
         run = self._run
         if run is None or frame.id != run.id or run.done.done():

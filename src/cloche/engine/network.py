@@ -144,19 +144,35 @@ class Networks:
                 bound = await self.bind(sandbox.spec, sandbox.rules, sandbox.id)
                 env = {**bound.env, **sandbox.spec.env}
                 try:
-                    await asyncio.gather(self.attach(sandbox, bound), sandbox.machine.set_environment(env))
+                    await asyncio.gather(
+                        self.attach(sandbox, bound), sandbox.machine.bind(interfaces.Binding(env))
+                    )
                 finally:
                     bound.close()
         except BaseException:
             sandbox.rules = before
             raise
 
+    async def rebind(self, sandbox: sandboxes.Sandbox, bound: Bound) -> None:
+        """The rules of whoever gets a sandbox that waited, which it has by now; variables are bound by the caller."""
+        network = sandbox.rules.network
+        if sandbox.id not in self._attached:
+            if network.mode != "off":
+                await self.attach(sandbox, bound)
+        elif bound.credentials is not None:
+            raise errors.error(
+                "not_supported_by_driver", "secrets cannot be added to a sandbox that has its network already"
+            )
+        else:
+            await self._renew(sandbox, network)
+
     async def _renew(self, sandbox: sandboxes.Sandbox, network: policy.Network) -> None:
         machine = sandbox.machine
         if sandbox.trust is None and self.egress.sees_inside(network):
             path = _bundle_path(sandbox.rules)
             await self._place_bundle(machine, path)
-            await machine.set_environment({**self.egress.environment(path), **sandbox.spec.env})
+            env = {**self.egress.environment(path), **sandbox.spec.env}
+            await machine.bind(interfaces.Binding(env))
             sandbox.trust = path
         await self.egress.update(sandbox.id, network, trusted=sandbox.trust is not None)
         machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode)

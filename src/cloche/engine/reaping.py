@@ -1,15 +1,11 @@
-"""What happens by itself: endings and suspensions by time and idleness, watched memory, and a warm sandbox kept for the next caller."""
+"""What happens by itself: endings and suspensions by time and idleness, and watched memory."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable
 
-import msgspec
-
-from cloche import errors, interfaces, model, policy
+from cloche import interfaces
 from cloche.engine import sandboxes
 from cloche.lifecycle import expiry, suspending
 
@@ -88,85 +84,6 @@ def _check_memory(sandbox: sandboxes.Sandbox) -> None:
     if sandbox.machine.usage().memory_mib > sandbox.machine.limits["memory_mib"].value:
         for running in [e for e in sandbox.executions.values() if e.running]:
             running.kill_for_memory()
-
-
-class Warm:
-    """Sandboxes of the last-used shape, made before they are asked for. Each serves one caller, once."""
-
-    def __init__(
-        self, make: Callable[[model.SandboxSpec, policy.Merged], Awaitable[interfaces.Machine]], count: int
-    ) -> None:
-        self._make = make
-        self._count = count
-        self._shape: bytes = b""
-        self._ready: list[interfaces.Machine] = []
-        self._task: asyncio.Task[None] | None = None
-
-    async def take(
-        self, spec: model.SandboxSpec, rules: policy.Merged, env: dict[str, str]
-    ) -> interfaces.Machine | None:
-        if not _ordinary(spec, rules) or _shape(spec, rules) != self._shape:
-            return None
-        while self._ready:
-            machine = self._ready.pop(0)
-            if machine.ended.done():
-                continue
-            if env:
-                await machine.set_environment(env)
-            return machine
-        return None
-
-    def replenish(self, spec: model.SandboxSpec, rules: policy.Merged) -> None:
-        if self._count <= 0 or not _ordinary(spec, rules):
-            return
-        shape = _shape(spec, rules)
-        stale = self._ready if shape != self._shape else []
-        self._shape = shape
-        self._ready = [m for m in self._ready if m not in stale]
-        if self._task is None or self._task.done():
-            bare = msgspec.structs.replace(spec, name=None, env={}, labels={}, stay=False)
-            self._task = asyncio.get_running_loop().create_task(self._fill(bare, rules, stale), name="warm")
-
-    async def _fill(
-        self, spec: model.SandboxSpec, rules: policy.Merged, stale: list[interfaces.Machine]
-    ) -> None:
-        for machine in stale:
-            await machine.kill("another shape is wanted")
-        with suppress(errors.ClocheError):
-            while len(self._ready) < self._count:
-                self._ready.append(await self._make(spec, rules))
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-        for machine in self._ready:
-            await machine.kill("the engine closed")
-        self._ready = []
-
-
-def _ordinary(spec: model.SandboxSpec, rules: policy.Merged) -> bool:
-    """Whether one that nobody asked for yet could be it: files of one's own cannot be given afterwards."""
-    lends = spec.workspace is not None or bool(rules.files.read or rules.files.write)
-    return not lends and spec.snapshot is None
-
-
-def _shape(spec: model.SandboxSpec, rules: policy.Merged) -> bytes:
-    """What must be equal for one sandbox to stand in for another; the rest is bound when it is taken. The rules are part of
-    it, because files that they come from may have changed since."""
-    late: dict[str, Any] = {
-        "name": None,
-        "env": {},
-        "labels": {},
-        "stay": False,
-        "timeout_s": None,
-        "idle_timeout_s": None,
-        "secrets": (),
-        "policy": {group: fields for group, fields in spec.policy.items() if group != "network"},
-    }
-    bare = msgspec.structs.replace(rules, network=policy.Network(), environment=policy.Environment())
-    return msgspec.json.encode((msgspec.structs.replace(spec, **late), bare))
 
 
 def owner_lives(owner: str) -> bool:

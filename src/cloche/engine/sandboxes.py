@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple
+
+import msgspec
 
 from cloche import errors, interfaces, model, policy, settings
 from cloche.engine import contexts, execution
@@ -14,6 +17,14 @@ from cloche.lifecycle import expiry, suspending
 
 _MOST_FINISHED = 200  # executions remembered after their end
 _PATIENCE_S = 0.5
+
+
+class Wanted(NamedTuple):
+    """A sandbox to be: its spec, and what the policy makes of it."""
+
+    spec: model.SandboxSpec
+    rules: policy.Merged
+    layers: tuple[policy.Layer, ...]
 
 
 class Sandbox:
@@ -24,6 +35,8 @@ class Sandbox:
     ) -> None:  # fmt: skip
         self.id = sandbox_id
         self.spec = spec
+        self.asked = spec
+        """The spec as its maker gave it."""
         self.rules = rules
         self.layers: tuple[policy.Layer, ...] = ()
         self.machine = machine
@@ -35,6 +48,13 @@ class Sandbox:
         self.phase: model.Phase = "running"
         self.reason: str | None = None
         self.count = 0
+        self.template_version = ""
+        self.origin = spec
+        """Its template as a spec, before anything was bound."""
+        self.startup: list[str] = []
+        """What its startup actions did."""
+        self._timers: list[asyncio.TimerHandle] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self.workspace = workspace
         self.trust: str | None = None
         """Where the bundle stands that has our authority in it; None where nothing of its TLS is looked into."""
@@ -65,6 +85,32 @@ class Sandbox:
 
     def touch(self) -> None:
         self._life = self._life._replace(last_used_at=self._clock.monotonic())
+
+    def at(self, delay_s: float, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Do something after a while, if the sandbox is still there."""
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(delay_s, lambda: self._do(work())))
+
+    def _do(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.get_running_loop().create_task(_quietly(work), name=f"sandbox {self.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def bind(self, spec: model.SandboxSpec, env: dict[str, str], files: dict[str, bytes]) -> None:
+        """Become the sandbox of `spec`: what differs is bound in one message, and a new life begins."""
+        new = {name: value for name, value in env.items() if self.spec.env.get(name) != value}
+        limits = spec.resources if spec.resources != self.spec.resources else None
+        if new or files or limits is not None:
+            listed = [(path, data, None) for path, data in files.items()]
+            await self.machine.bind(interfaces.Binding(new, listed, limits))
+        if new:
+            for context in self.contexts.values():
+                await context.set_environment(new)
+        self.spec = spec
+        self.created_at = self._clock.time()
+        self._life = expiry.Life(
+            since=self._clock.monotonic(), timeout_s=spec.timeout_s, idle_timeout_s=spec.idle_timeout_s
+        )
 
     @property
     def life(self) -> expiry.Life:
@@ -106,6 +152,7 @@ class Sandbox:
 
     async def start(self, request: model.ExecRequest, *, to_end: bool = False) -> execution.Execution:
         """Start a command; with `to_end` the caller waits for its end, and may learn of its start as late as that."""
+        request = self._completed(request)
         request.check()
         policy.check_environment(self.rules, request.env)
         if request.user == "root" and not self.rules.isolation.root_user:
@@ -134,6 +181,15 @@ class Sandbox:
             self._unfinished.discard(made.id)
         self.count += 1
         return made
+
+    def _completed(self, request: model.ExecRequest) -> model.ExecRequest:
+        """What the template says where the request says nothing."""
+        said: dict[str, Any] = {}
+        if self.spec.cwd is not None and request.cwd is None:
+            said["cwd"] = self.spec.cwd
+        if self.spec.user != "user" and request.user == "user":
+            said["user"] = self.spec.user
+        return msgspec.structs.replace(request, **said) if said else request
 
     def execution(self, execution_id: str) -> execution.Execution:
         try:
@@ -202,7 +258,10 @@ class Sandbox:
         if cwd is not None:
             model.check_path(cwd)
         await self.wake()
-        made = contexts.Context(model.new_id(), language, self._interpreters[language], self.machine, cwd=cwd)
+        preload = self.spec.preload if language == "python" else ()
+        made = contexts.Context(
+            model.new_id(), language, self._interpreters[language], self.machine, cwd=cwd, preload=preload
+        )
         await made.start()
         self.contexts[made.id] = made
         self.touch()
@@ -331,6 +390,8 @@ class Sandbox:
         self.on_rest(self)
 
     def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
         for made in self.executions.values():
             made.close()
         for context in self.contexts.values():
@@ -339,3 +400,8 @@ class Sandbox:
 
 async def _cannot_revive(sandbox: Sandbox) -> None:
     raise errors.error("sandbox_stopped", f"sandbox {sandbox.id} is archived", hint="resume it")
+
+
+async def _quietly(work: Coroutine[Any, Any, object]) -> None:
+    with suppress(errors.ClocheError):
+        await work

@@ -59,7 +59,7 @@ class Agent:
         self.acts = {
             "exec": self.exec, "signal": self.signal, "open": self.open, "stat": self.stat, "list": self.list_entries,
             "move": self.move, "replace": self.replace, "remove": self.remove, "make_dir": self.make_dir, "chmod": self.chmod,
-            "symlink": self.symlink, "watch": self.watch, "unwatch": self.unwatch, "env": self.env, "connect": self.connect,
+            "symlink": self.symlink, "watch": self.watch, "unwatch": self.unwatch, "bind": self.bind, "connect": self.connect,
             "ping": self.ping, "processes": self.processes,
         }  # fmt: skip
 
@@ -324,9 +324,34 @@ class Agent:
         with self.acting_as(0):
             return {"pids": [int(n) for n in os.listdir("/proc") if n.isdigit()]}, []
 
-    def env(self, message: "Message", _fds: "list[int]") -> "Answer":
-        self.base_env.update(message["set"])
+    def bind(self, message: "Message", fds: "list[int]") -> "Answer":
+        """Variables for commands to come, and files: their contents follow each other in the one descriptor."""
+        offset = 0
+        with self.acting_as(self.uid):
+            for path, size, mode in message["files"]:
+                self.put(self.absolute(str(path)), fds[0], offset, int(size), mode)
+                offset += int(size)
+        self.base_env.update(message["env"])
         return {}, []
+
+    def put(self, path: str, source: int, offset: int, size: int, mode: "int | None") -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        try:
+            _make_parents(path)
+            file = calls.open_inside(path, flags, 0o644 if mode is None else mode)
+            try:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise OSError(errno.ENODEV, "not a regular file")
+                end = offset + size
+                while offset < end:
+                    offset += os.write(file, os.pread(source, min(1 << 20, end - offset), offset))
+                if mode is not None and stat.S_IMODE(os.fstat(file).st_mode) != mode:
+                    os.fchmod(file, mode)
+            finally:
+                os.close(file)
+        except OSError as problem:
+            problem.filename = path
+            raise
 
     def ping(self, _message: "Message", _fds: "list[int]") -> "Answer":
         return {}, []

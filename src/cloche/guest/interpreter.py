@@ -13,6 +13,7 @@ Frames on the channel are a length (4 bytes, big-endian) and that much JSON in U
       {"op": "run", "id", "code", "env": {} | null, "cwd": path | null, "name": file name in tracebacks | null}
             `env` holds for this run only (null removes a variable); `cwd` moves the context, which stays there
       {"op": "env", "set": {name: value | null}}    for this and all later runs; no answer
+      {"op": "preload", "modules": [name, …]}       import them before any run; answered by `preloaded`
       {"op": "fork", "id", "count"}                 reserved
     context → host
       {"op": "ready", "pid", "version"}             once
@@ -22,6 +23,7 @@ Frames on the channel are a length (4 bytes, big-endian) and that much JSON in U
             to text, to base64 for bytes, to a JSON value for types in JSON; `extra` is {} or {"notes": [text, …]}
       {"op": "error", "id", "name", "value", "traceback"}
       {"op": "done", "id", "count"}                 once per run, its last frame
+      {"op": "preloaded", "value"}                  what went wrong with the imports, or ""
       {"op": "refused", "id", "code"}               `not_supported` or `context_has_threads`
 
 Python's and C's standard output are flushed before every frame of a run, so bytes in the pipes precede the frame that
@@ -595,6 +597,10 @@ class Context:
             self.run(message)
         elif operation == "env":
             set_environment(message.get("set") or {})
+        elif operation == "preload":
+            _, failure = attempt(preload, message["modules"])
+            flush()
+            self.channel.send({"op": "preloaded", "value": "" if failure is None else summary(failure)})
         else:
             threading = sys.modules.get("threading")
             threads = threading is not None and threading.active_count() > 1
@@ -761,6 +767,11 @@ def close_figure(value: Any) -> None:
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if issubclass(type(value), getattr(pyplot, "Figure", ())):
         pyplot.close(value)
+
+
+def preload(modules: list[str]) -> None:
+    for name in modules:
+        __import__(name)
 
 
 def set_environment(values: dict[str, str | None]) -> dict[str, str | None]:

@@ -530,6 +530,22 @@ class AsyncSandbox(Handle):
         handle._adopt(backend, home, info.id)
         return handle
 
+    @classmethod
+    def _claimed(
+        cls, backend: interfaces.Backend, home: portal.Portal, claim: stock.ClaimInfo
+    ) -> AsyncSandbox:
+        if claim.sandbox is None:
+            raise errors.error("sandbox_lost", f"the sandbox of the claim {claim.name} has ended")
+        handle = cls.__new__(cls)
+        handle._adopt(backend, home, claim.sandbox)
+        handle._claim = claim
+        return handle
+
+    @property
+    def claim(self) -> stock.ClaimInfo | None:
+        """The claim that it was bound by, as it was then; None for one that was created."""
+        return self._claim
+
     async def _open(self) -> AsyncSandbox:
         home = portal.get()
         backend, info = await portal.bridge(_create(self._said, self._server, home), home)
@@ -538,6 +554,7 @@ class AsyncSandbox(Handle):
 
     def _adopt(self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str) -> None:
         Handle.__init__(self, backend, home, sandbox_id)
+        self._claim: stock.ClaimInfo | None = None
         self._files = AsyncFiles(backend, home, sandbox_id)
         self._processes = AsyncProcesses(backend, home, sandbox_id)
         self._contexts = AsyncContexts(backend, home, sandbox_id)

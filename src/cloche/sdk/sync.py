@@ -18,6 +18,9 @@ from cloche.sdk.sandboxes import Identified, Progress, Shape, Timeout
 if TYPE_CHECKING:
     from cloche import stock
 
+if TYPE_CHECKING:
+    from cloche import stock
+
 H = TypeVar("H", bound="Handle")
 
 
@@ -410,6 +413,11 @@ class Sandbox(Handle):
     def get(cls, sandbox: str, *, server: str | None = None) -> Sandbox:
         """A handle of a sandbox that exists, by id or name."""
         return cls._of(portal.run(sandboxes.AsyncSandbox.get(sandbox, server=server)))
+
+    @property
+    def claim(self) -> stock.ClaimInfo | None:
+        """The claim that it was bound by, as it was then; None for one that was created."""
+        return self._async.claim
 
     def __enter__(self) -> Sandbox:
         return self

@@ -26,6 +26,7 @@ _CHUNK = 1 << 18
 _HIGH_WATER = 1 << 20  # asyncio moves what is left to the front after every send: more would cost more
 _SEND_BUFFER = 1 << 20
 _BACKLOG = 256
+_MAKING = ("create", "claim", "put_pool")
 
 
 class Engine(Protocol):
@@ -33,6 +34,9 @@ class Engine(Protocol):
 
     @property
     def live(self) -> int: ...
+
+    @property
+    def staying(self) -> int: ...
 
 
 class Keeper:
@@ -113,7 +117,7 @@ class Keeper:
             self._timer = asyncio.get_running_loop().call_later(self._idle_exit_s, self._maybe_leave)
 
     def _maybe_leave(self) -> None:
-        if self._engine.live == 0 and not self._connections:
+        if self._engine.live == 0 and self._engine.staying == 0 and not self._connections:
             self._leaving.set()
         else:
             self.look_again()
@@ -136,6 +140,7 @@ class Connection:
         self._keeper = keeper
         self._calls: dict[int, _Call] = {}
         self._owned: set[str] = set()
+        self._pools: set[str] = set()
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def run(self, reader: asyncio.StreamReader) -> None:
@@ -221,17 +226,26 @@ class Connection:
             self.send(framing.END, channel, None)
             return
         result = await answer
-        if method.name == "create" and not arguments.spec.stay and result.id not in known:
-            self._owned.add(result.id)
+        if method.name in _MAKING and not arguments.spec.stay:
+            self._own(method.name, result, known)
         elif method.name == "fork" and (await self._backend.info(arguments.sandbox)).id in self._owned:
             self._owned.update(info.id for info in result)
         elif method.name == "suspend" and arguments.mode == "archive":
             self._owned.discard(result.id)  # what is archived outlives engines; much more a connection
         self.send(framing.RESULT, channel, result)
 
+    def _own(self, act: str, result: Any, known: set[str]) -> None:
+        """What a client made for itself ends with its connection."""
+        made: str = {"create": "id", "claim": "sandbox", "put_pool": "name"}[act]
+        found = getattr(result, made)
+        if found is not None and found not in known:
+            (self._pools if act == "put_pool" else self._owned).add(found)
+
     async def _known(self, method: rpc.Method, arguments: Any) -> set[str]:
-        """The sandboxes that a creation by name may give back: whoever made one owns it, not who asks again."""
-        if method.name != "create" or arguments.spec.name is None:
+        """What a creation by name may give back: whoever made it owns it, not who asks again."""
+        if method.name == "put_pool":
+            return {info.name for info in await self._backend.pools()}
+        if method.name not in _MAKING or arguments.spec.name is None:
             return set()
         return {info.id for info in await self._backend.list()}
 
@@ -265,7 +279,7 @@ class Connection:
         if arguments.spec is None:
             raise errors.error("argument_invalid", "run needs a sandbox or a spec")
         # It ends with its command, however long that takes; one that is kept gets its time from then on.
-        spec = msgspec.structs.replace(rpc.complete(arguments.spec, self._defaults), timeout_s=None)
+        spec = rpc.complete({**arguments.spec, "timeout_s": None}, self._defaults)
         made = (await self._backend.create(spec)).id
         if not arguments.keep:
             self._owned.add(made)
@@ -292,6 +306,10 @@ class Connection:
         self._owned.discard(sandbox)
         with suppress(errors.ClocheError):
             await self._backend.delete(sandbox)
+
+    async def _drop_pool(self, pool: str) -> None:
+        with suppress(errors.ClocheError):
+            await self._backend.delete_pool(pool)
 
     async def _forward(self, channel: int, arguments: rpc.RunArguments, event: model.StreamEvent) -> None:
         match event:
@@ -365,6 +383,7 @@ class Connection:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
         await asyncio.gather(*(self._drop(sandbox) for sandbox in list(self._owned)))
+        await asyncio.gather(*(self._drop_pool(pool) for pool in self._pools))
         await asyncio.gather(*self._dropping, return_exceptions=True)
         self._writer.close()
         with suppress(OSError):

@@ -126,10 +126,7 @@ class FakeMachine(interfaces.Machine):
         self.isolation = model.Isolation(
             level=driver.level, driver=driver.name, missing=("there is no sandbox at all",)
         )
-        self.limits = {
-            name: model.Limit(value=getattr(spec.resources, name), enforcement="enforced", by="a fake")
-            for name in model.Resources.__struct_fields__
-        }
+        self.limits = _limits(spec.resources)
         self.ended = asyncio.get_running_loop().create_future()
         self.on_denial = lambda _pid, _denial: None
         self.commands = driver.commands
@@ -138,6 +135,7 @@ class FakeMachine(interfaces.Machine):
         self.running: dict[int, Running] = {}
         self.files = Files()
         self.environment = dict(spec.env)
+        self.bindings: list[interfaces.Binding] = []
         self.used = USAGE
         """What `usage` answers."""
         self.paused = False
@@ -208,9 +206,21 @@ class FakeMachine(interfaces.Machine):
         self._live()
         raise errors.error("connection_lost", f"nothing listens on port {port} inside")
 
-    async def set_environment(self, env: dict[str, str]) -> None:
+    async def bind(self, binding: interfaces.Binding) -> None:
         self._live()
-        self.environment.update(env)
+        self.bindings.append(binding)
+        if binding.resources is not None:
+            self.limits = _limits(binding.resources)
+        for path, data, mode in binding.files:
+            fd = await self.open_file(
+                path,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+                mode=0o644 if mode is None else mode,
+                parents=True,
+            )
+            os.write(fd, data)
+            os.close(fd)
+        self.environment.update(binding.env)
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
 
@@ -449,6 +459,13 @@ class _told:
         if isinstance(problem, OSError):
             code = _CODES.get(problem.errno or 0, "internal_error")
             raise errors.error(code, f"{self._path}: {problem.strerror}") from None
+
+
+def _limits(resources: model.Resources) -> dict[str, model.Limit]:
+    return {
+        name: model.Limit(value=getattr(resources, name), enforcement="enforced", by="a fake")
+        for name in model.Resources.__struct_fields__
+    }
 
 
 def _absolute(path: str) -> str:

@@ -323,10 +323,16 @@ class PlainMachine(interfaces.Machine):
     async def connect(self, port: int) -> int:
         raise errors.error("not_supported_by_driver", "there is no network of its own here")
 
-    async def set_environment(self, env: dict[str, str]) -> None:
+    async def bind(self, binding: interfaces.Binding) -> None:
         self._live()
-        if "variables" not in self.flaws:
-            self._env.update(env)
+        if "variables" in self.flaws:
+            return
+        self._env.update(binding.env)
+        for path, data, mode in binding.files:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            fd = await self.open_file(path, flags, mode=0o644 if mode is None else mode, parents=True)
+            os.write(fd, data)
+            os.close(fd)
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
-from cloche import model
+from cloche import interfaces, model
 from cloche.testing.conformance.bench import SECRET_VARIABLE, Bench, Box
 from cloche.testing.conformance.registry import behaviour, expect, holds, lacks, refused, same
 
@@ -385,8 +385,24 @@ async def variables_of_a_command_stay_with_it(bench: Bench) -> None:
 async def variables_can_be_bound_later(bench: Bench) -> None:
     """Variables bound to a running machine reach the commands to come."""
     box = await bench.box()
-    await box.machine.set_environment({"LATE": "bound"})
+    await box.machine.bind(interfaces.Binding(env={"LATE": "bound"}))
     same(await box.out("echo $LATE"), "bound\n")
+
+
+@behaviour("exec")
+async def files_can_be_bound_later(bench: Bench) -> None:
+    """Files bound to a running machine are there, with directories, bytes and modes; a bad path is its error."""
+    box = await bench.box()
+    await box.out("mkdir taken")
+    with refused("is_directory"):
+        await box.machine.bind(interfaces.Binding({}, files=[("taken", b"x", None)]))
+    files = [
+        ("/workspace/deep/er/a.bin", bytes(range(256)) * 300, None),
+        ("b.sh", b"#!/bin/sh\necho ran", 0o755),
+    ]
+    await box.machine.bind(interfaces.Binding({}, files=files))
+    same(await box.out("wc -c < deep/er/a.bin"), "76800\n")
+    same(await box.out("./b.sh"), "ran\n")
 
 
 @behaviour("exec")

@@ -92,7 +92,7 @@ async def a_deleted_sandbox_says_so(bench: Bench) -> None:
     with refused("sandbox_lost"):
         await box.machine.file_act("stat", "/workspace")
     with refused("sandbox_lost"):
-        await box.machine.set_environment({"A": "1"})
+        await box.machine.bind(interfaces.Binding(env={"A": "1"}))
 
 
 @behaviour("life")
