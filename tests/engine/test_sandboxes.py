@@ -557,7 +557,9 @@ def running(pids):
 def test_an_engine_that_closes_leaves_nothing(make_own, until):
     elsewhere = make_own()  # so that what is shared by engines exists before
     elsewhere.create()
-    elsewhere.do(elsewhere.engine.aclose())  # a live one makes sandboxes ahead of need, which would be taken for ours
+    elsewhere.do(
+        elsewhere.engine.aclose()
+    )  # a live one makes sandboxes ahead of need, which would be taken for ours
     before_pids, before_groups = footprint(elsewhere)
     own = make_own()
     for _ in range(3):

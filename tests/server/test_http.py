@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from http import server as http_server
 from pathlib import Path
 
 import httpx
@@ -117,6 +118,47 @@ def test_a_tenant_sees_only_its_own(served, http):
         }
         assert red.delete("/v1/sandboxes/same").status_code == 204
         assert blue.delete("/v1/sandboxes/same").status_code == 204
+
+
+class Neighbour(http_server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "18")
+        self.end_headers()
+        self.wfile.write(b"from the neighbour")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def neighbour() -> Iterator[int]:
+    """Another service on the loopback of the server's host, by its port."""
+    with http_server.ThreadingHTTPServer(("127.0.0.1", 0), Neighbour) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made.server_port
+        made.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("host.cloche.internal", {"allow": ["host.cloche.internal:{port}"]}),
+        ("inside.test", {"allow": ["inside.test"], "resolve": {"inside.test:{port}": "127.0.0.1:{port}"}}),
+    ],
+    ids=["by its name", "by a name that leads there"],
+)
+def test_a_tenant_does_not_reach_the_server_s_own_network(served, http, neighbour, host, network):
+    port = str(neighbour)
+    rules = json.loads(json.dumps({"mode": "rules", **network}).replace("{port}", port))
+    command = f"curl -s --max-time 20 http://{host}:{port}/"
+    body = {"command": command, "sandbox": {"policy": {"network": rules}}}
+    key = served.cloche("key", "create", f"in-{host.partition('.')[0]}", "--tenant", "violet").stdout.strip()
+    with served.client(key) as tenant:
+        refusal = tenant.post("/run", json=body).json()
+        assert "from the neighbour" not in refusal["stdout"]
+        assert refusal["exit_code"] != 0
+    assert http.post("/run", json=body).json()["stdout"] == "from the neighbour"
 
 
 # ── bad input ──────────────────────────────────────────────────────────────────────────────────────

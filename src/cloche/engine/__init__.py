@@ -35,6 +35,10 @@ def _no_secrets() -> interfaces.Secrets:
     raise errors.error("secrets_locked", "this engine keeps no secrets", hint="use one that wiring made")
 
 
+# What a tenant may reach at most: all that is public. The host's loopback and its networks are the operator's to give.
+_TENANTS = policy.Policy(network={"mode": "open"}, source="the ceiling of tenants")
+
+
 class SystemClock:
     def time(self) -> float:
         return time.time()
@@ -314,10 +318,13 @@ class Engine(interfaces.Backend):
     def _layers(self, spec: model.SandboxSpec) -> tuple[policy.Layer, ...]:
         """All that says what this sandbox may touch: files are read anew, and one that cannot be read refuses it."""
         default = spec.mode is not None and spec.profile == model.SandboxSpec().profile
+        sources = self._policies(spec.workspace)
+        if spec.tenant:
+            sources = sources._replace(ceilings=(*sources.ceilings, _TENANTS))
         layers = policy.stack(
             profile=None if default else spec.profile,
             mode=spec.mode,
-            sources=self._policies(spec.workspace),
+            sources=sources,
             arguments=policy.Policy(**spec.policy) if spec.policy else None,
         )
         return layers
