@@ -372,6 +372,18 @@ class Machine(ABC):
     async def signal(self, pid: int, number: int, *, scope: str = "group") -> None:
         """Signal a leader, its process group, or (`tree`) everything that came from it."""
 
+    async def reserve(self, count: int) -> int:
+        """Marks for processes that commands will make themselves (see `adopt`): the first, from which they count down."""
+        raise errors.error(
+            "not_supported_by_driver", f"the driver {self.isolation.driver!r} cannot fork a context"
+        )
+
+    async def adopt(self, pids: Sequence[tuple[int, int]]) -> dict[int, Child]:
+        """Take processes that lead sessions, given with their marks, for commands of ours; those that are there."""
+        raise errors.error(
+            "not_supported_by_driver", f"the driver {self.isolation.driver!r} cannot fork a context"
+        )
+
     @abstractmethod
     async def open_file(
         self, path: str, flags: int, *, mode: int = 0o644, user: str = "user", parents: bool = False
@@ -734,6 +746,12 @@ class Backend(ABC):
     @abstractmethod
     async def release_claim(self, name: str) -> None:
         """End a claim and its sandbox."""
+
+    @abstractmethod
+    async def fork_context(
+        self, sandbox: str, context: str, count: int = 1
+    ) -> builtins.list[model.ContextInfo]:
+        """Copies of a Python context with everything it has in memory. All of them, or none."""
 
     @abstractmethod
     async def images(self) -> builtins.list[model.ImageInfo]:

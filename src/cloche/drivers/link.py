@@ -47,6 +47,7 @@ class Frame(msgspec.Struct):
     watch: Number = -1
     events: list[tuple[str, str]] = []
     pids: list[Number] = []
+    mark: Size = 0
     ready: bool = False
     passed: tuple[str, ...] = ("terminals", "listener")
     """What the descriptors of `ready` are, in order."""

@@ -198,6 +198,23 @@ class GuestMachine(interfaces.Machine):
 
         self._ending = self._loop.create_task(end(), name=f"end {self.id} {pid}")
 
+    async def reserve(self, count: int) -> int:
+        return (await self._link.request("reserve", {"count": count})).frame.mark
+
+    async def adopt(self, pids: Sequence[tuple[int, int]]) -> dict[int, interfaces.Child]:
+        wanted = [pid for pid, _ in pids if pid > 1 and pid not in self._children]
+        answer = await self._link.request("adopt", {"pids": [pair for pair in pids if pair[0] in wanted]})
+        found = {}
+        for pid in {*answer.frame.pids} & {*wanted}:
+            future: asyncio.Future[interfaces.ExitStatus] = self._loop.create_future()
+            early = self._early.pop(pid, None)
+            if early is not None:
+                future.set_result(early)
+            else:
+                self._children[pid] = future
+            found[pid] = interfaces.Child(pid, future)
+        return found
+
     async def signal(self, pid: int, number: int, *, scope: str = "group") -> None:
         try:
             await self._link.request("signal", {"pid": pid, "sig": number, "scope": scope})

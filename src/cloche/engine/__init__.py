@@ -1205,6 +1205,20 @@ class Engine(interfaces.Backend):
     async def restart_context(self, sandbox: str, context: str) -> None:
         await (await self._context(sandbox, context)).restart()
 
+    async def fork_context(
+        self, sandbox: str, context: str, count: int = 1
+    ) -> builtins.list[model.ContextInfo]:
+        if not 1 <= count <= _MOST_FORKS:
+            raise errors.error(
+                "limit_invalid", f"count is {count}; it must be 1 to {_MOST_FORKS}", field="count"
+            )
+        chosen = await self._context(sandbox, context)
+        found = self._find(sandbox)
+        async with found.use():
+            made = await chosen.fork(count)
+            found.contexts |= {copy.id: copy for copy in made}
+        return [copy.info() for copy in made]
+
     async def delete_context(self, sandbox: str, context: str) -> None:
         chosen = await self._context(sandbox, context)
         self._find(sandbox).contexts.pop(chosen.id, None)

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -60,6 +60,7 @@ class Frame(msgspec.Struct):
     traceback: str = ""
     count: int = 0
     code: str = ""
+    errno: int = 0
 
 
 _decode = msgspec.json.Decoder(Frame).decode
@@ -82,7 +83,7 @@ class Run:
 class Context:
     def __init__(
         self, context_id: str, language: str, interpreter: interfaces.Interpreter, machine: interfaces.Machine, *,
-        cwd: str | None, preload: Sequence[str] = (),
+        cwd: str | None, preload: Sequence[str] = (), env: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.id = context_id
         self._preload = tuple(preload)
@@ -92,6 +93,7 @@ class Context:
         self.language = language
         self._interpreter = interpreter
         self.cwd = cwd or "/workspace"
+        self._env = env or {}
         self.pid = 0
         self._machine = machine
         self._loop = asyncio.get_running_loop()
@@ -101,6 +103,7 @@ class Context:
         self._run: Run | None = None
         self._lock = asyncio.Lock()
         self._ready: asyncio.Future[None] | None = None
+        self._forked: asyncio.Future[Frame] | None = None
         self._runs = 0
 
     def info(self) -> model.ContextInfo:
@@ -122,7 +125,7 @@ class Context:
             inside.append(self._interpreter.source())
         try:
             child = await self._machine.start(
-                interfaces.Start(self._interpreter.command, {}, self.cwd, "user", inside)
+                interfaces.Start(self._interpreter.command, self._env, self.cwd, "user", inside)
             )
         except BaseException:
             here.close()
@@ -135,7 +138,7 @@ class Context:
                 os.close(fd)
         self.pid = child.pid
         self._adopt(here, out_read, err_read)
-        child.exited.add_done_callback(lambda _: self._interpreter_ended(here))
+        child.exited.add_done_callback(self._told_by(here))
         self._unsent = dict(self._environment)
         if self._interpreter.frames:
             await self._wait_ready()
@@ -197,6 +200,9 @@ class Context:
         if channel is self._socket:  # not one that a restart has replaced: its end may be told late
             self._lost()
 
+    def _told_by(self, channel: socket.socket) -> Callable[[asyncio.Future[Any]], None]:
+        return lambda _: self._interpreter_ended(channel)
+
     def _lost(self) -> None:
         if self._socket is None:
             return
@@ -207,7 +213,7 @@ class Context:
     def _end(self, lost: errors.ClocheError) -> None:
         """Let go of the interpreter, and tell whoever waits for it."""
         self._drop()
-        waiting: list[asyncio.Future[Any] | None] = [self._ready, self._preloaded]
+        waiting: list[asyncio.Future[Any] | None] = [self._ready, self._forked, self._preloaded]
         for future in (*waiting, self._run.done if self._run else None):
             if future is not None and not future.done():
                 future.set_exception(lost)
@@ -317,6 +323,93 @@ class Context:
             exit_code=run.status,
         )  # fmt: skip
 
+    # ── copies ──────────────────────────────────────────────────────────────────────────────────
+
+    async def fork(self, count: int) -> list[Context]:
+        """Copies of the interpreter with everything it has in memory; all of them, or none."""
+        if self.language != "python":
+            raise errors.error(
+                "argument_invalid", f"a context of {self.language} cannot be forked", hint="only Python's can"
+            )
+        async with self._lock:
+            if self._socket is None:
+                raise errors.error("context_lost", "the context has ended", hint="create another")
+            copies = [
+                Context(
+                    model.new_id(),
+                    self.language,
+                    self._interpreter,
+                    self._machine,
+                    cwd=self.cwd,
+                    env=self._env,
+                )
+                for _ in range(count)
+            ]
+            try:
+                await self._fork(copies)
+            except BaseException:
+                for made in copies:
+                    made.close()
+                raise
+        return copies
+
+    async def _fork(self, copies: list[Context]) -> None:
+        assert self._socket is not None
+        mark = await self._machine.reserve(len(copies))
+        self._forked = self._loop.create_future()
+        await self._send({"op": "fork", "id": "fork", "count": len(copies), "mark": mark})
+        for made in copies:
+            await self._give(made)
+        frame = await self._forked
+        if frame.op == "refused" and frame.code == "context_has_threads":
+            raise errors.error(
+                "context_has_threads",
+                "the context has more than one thread, and only one of them would be in its copies",
+                hint="end its threads; numpy starts some unless OPENBLAS_NUM_THREADS=1 was set before its import",
+            )
+        if frame.op == "refused" or frame.count != len(copies):
+            why = os.strerror(frame.errno) if 0 < frame.errno < 4096 else "the interpreter refused"
+            raise errors.error(
+                "capacity_exceeded",
+                f"{len(copies)} copies of the context could not be made: {why}",
+                hint="raise pids or memory_mib",
+            )
+        await asyncio.gather(*(made._wait_ready() for made in copies))
+        await self._adopt_all(copies, mark)
+        for made in copies:
+            made._environment = dict(self._environment)
+
+    async def _give(self, made: Context) -> None:
+        """Pass the ends of a copy's channel and pipes in: they are made here, as for every command."""
+        assert self._socket is not None
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        out_read, out_write = os.pipe2(os.O_CLOEXEC)
+        err_read, err_write = os.pipe2(os.O_CLOEXEC)
+        made._adopt(here, out_read, err_read)
+        fds = struct.pack("3i", there.fileno(), out_write, err_write)
+        try:
+            for fd in (out_write, err_write):
+                os.fchmod(fd, 0o666)  # the user inside may open /dev/stdout
+            while True:
+                try:
+                    self._socket.sendmsg([b"c"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+                    return
+                except BlockingIOError:
+                    await _writable(self._loop, self._socket)
+        finally:
+            there.close()
+            os.close(out_write)
+            os.close(err_write)
+
+    async def _adopt_all(self, copies: list[Context], mark: int) -> None:
+        marks = {made.pid: mark - number for number, made in enumerate(copies)}
+        children = await self._machine.adopt(list(marks.items()))
+        for made in copies:
+            channel = made._socket
+            if made.pid not in children or channel is None:
+                raise errors.error("context_lost", "a copy of the context ended at once", hint="try again")
+            children[made.pid].exited.add_done_callback(made._told_by(channel))
+
     # ── what comes back ─────────────────────────────────────────────────────────────────────────
 
     def _drain(self, fd: int) -> None:
@@ -384,7 +477,11 @@ class Context:
     def _dispatch(self, frame: Frame, size: int) -> None:
         if frame.op == "ready":
             if self._ready is not None and not self._ready.done():
+                self.pid = self.pid or frame.pid
                 self._ready.set_result(None)
+            return
+        if frame.op in ("forked", "refused") and self._forked is not None and not self._forked.done():
+            self._forked.set_result(frame)
             return
         if frame.op == "preloaded":
             if self._preloaded is not None and not self._preloaded.done():
@@ -405,6 +502,20 @@ class Context:
         elif frame.op == "done":
             run.count = frame.count
             run.done.set_result(None)
+
+
+async def _writable(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> None:
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_writer(channel.fileno(), wake)
+    try:
+        await ready
+    finally:
+        loop.remove_writer(channel.fileno())
 
 
 def _quoted(value: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -260,12 +261,20 @@ class Sandbox:
         await self.wake()
         preload = self.spec.preload if language == "python" else ()
         made = contexts.Context(
-            model.new_id(), language, self._interpreters[language], self.machine, cwd=cwd, preload=preload
+            model.new_id(), language, self._interpreters[language], self.machine, cwd=cwd, preload=preload,
+            env=self._threads(),
         )
         await made.start()
         self.contexts[made.id] = made
         self.touch()
         return made
+
+    def _threads(self) -> dict[str, str]:
+        """As many threads for a numeric library as it has processors, unless its maker said otherwise. Left alone it
+        starts one for each of the host's, which wait for each other and keep a context from being forked."""
+        said = {**self.spec.env}
+        wanted = str(max(1, math.ceil(self.spec.resources.cpus)))
+        return {name: wanted for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if name not in said}
 
     async def context(self, context_id: str | None, language: str) -> contexts.Context:
         """The context asked for, or the language's default one, made on first use."""

@@ -58,6 +58,7 @@ class Agent:
         self.poll = select.poll()
         self.acts = {
             "exec": self.exec, "signal": self.signal, "open": self.open, "stat": self.stat, "list": self.list_entries,
+            "reserve": self.reserve, "adopt": self.adopt,
             "move": self.move, "replace": self.replace, "remove": self.remove, "make_dir": self.make_dir, "chmod": self.chmod,
             "symlink": self.symlink, "watch": self.watch, "unwatch": self.unwatch, "bind": self.bind, "connect": self.connect,
             "ping": self.ping, "processes": self.processes,
@@ -267,6 +268,23 @@ class Agent:
                     self.release()
                 else:
                     self.send(exit)
+
+    def reserve(self, message: "Message", _fds: "list[int]") -> "Answer":
+        """Marks for processes to come that are not started by us; the first, from which they count down."""
+        first = self.next_mark - 1
+        self.next_mark -= min(int(message["count"]), 10_000)
+        return {"mark": first}, []
+
+    def adopt(self, message: "Message", _fds: "list[int]") -> "Answer":
+        """Treat orphans that lead sessions as if they had been started by us; those that are such."""
+        found = []
+        with self.acting_as(0):
+            for pid, mark in message["pids"]:
+                if calls.parent_and_session(pid) == (os.getpid(), pid):
+                    self.leaders.add(pid)
+                    self.marks[pid] = mark
+                    found.append(pid)
+        return {"pids": found}, []
 
     def signal(self, message: "Message", _fds: "list[int]") -> "Answer":
         """Signal a leader, its process group, or its whole tree."""

@@ -14,7 +14,8 @@ Frames on the channel are a length (4 bytes, big-endian) and that much JSON in U
             `env` holds for this run only (null removes a variable); `cwd` moves the context, which stays there
       {"op": "env", "set": {name: value | null}}    for this and all later runs; no answer
       {"op": "preload", "modules": [name, …]}       import them before any run; answered by `preloaded`
-      {"op": "fork", "id", "count"}                 reserved
+      {"op": "fork", "id", "count", "mark"}         become `count` more contexts, each with all that this one has in memory;
+            `count` messages of one byte follow, each with three descriptors: a channel, and what becomes 1 and 2
     context → host
       {"op": "ready", "pid", "version"}             once
       {"op": "started", "id", "count"}              once per run, its first frame; `count` numbers the runs from 1
@@ -24,6 +25,8 @@ Frames on the channel are a length (4 bytes, big-endian) and that much JSON in U
       {"op": "error", "id", "name", "value", "traceback"}
       {"op": "done", "id", "count"}                 once per run, its last frame
       {"op": "preloaded", "value"}                  what went wrong with the imports, or ""
+      {"op": "forked", "id", "count", "errno"}      how many there are; fewer than asked for with the reason. Each says
+            `ready` on its own channel
       {"op": "refused", "id", "code"}               `not_supported` or `context_has_threads`
 
 Python's and C's standard output are flushed before every frame of a run, so bytes in the pipes precede the frame that
@@ -40,6 +43,11 @@ the stack instead. Between `started` and `done` no signal is lost; outside it is
 its way does not hit the next run. Hence a host that wants to interrupt waits for `started`. CPython itself can
 delay it: a signal that falls between its last look and a blocking system call is noticed after the call. A repeated
 signal ends such a call.
+
+**Forks.** A process with one thread is copied by the kernel; with more, only the thread that asks would be, and what the
+others held locked would stay so: it is refused. The copies are children of a helper that ends at once, so they belong to
+nobody inside: the code's own `os.wait` does not meet them. What libraries keep outside of memory (an event loop's selector,
+connections, generators seeded once) is as it is after any fork; the context's own event loop is left to the original.
 
 **Bounds.** Text is cut at `MAX_TEXT` characters (text/plain, text/markdown) or left out (types that a cut would break),
 bytes over `MAX_BINARY` and JSON over `MAX_TEXT` are left out; a note in `extra` says so. Built-in containers are
@@ -153,18 +161,32 @@ def command(python: str = "python3") -> list[str]:
 # -- the channel --------------------------------------------------------------------------------------------------
 
 
+HIGH_FD = min(1023, os.sysconf("SC_OPEN_MAX") - 1) if os.sysconf("SC_OPEN_MAX") > 0 else 1023
+
+
 class Channel:
     """Frames to and from the host; mute in every process but the one that was started."""
 
+    fd: int
+    pid: int
+
     def __init__(self, fd: int) -> None:
-        # High, so that code which closes "all" low descriptors misses it.
-        limit = os.sysconf("SC_OPEN_MAX")
-        self.fd = os.dup2(fd, limit - 1 if 0 < limit < 1024 else 1023, inheritable=False)
-        os.close(fd)
-        self.pid = os.getpid()
+        self.adopt(fd)  # high, so that code which closes "all" low descriptors misses it
         self.encode, self.decode = codec()
         self.lock = _thread.allocate_lock()  # threads of the user may display, too
-        os.register_at_fork(before=flush, after_in_child=lambda: os.close(self.fd))
+        os.register_at_fork(before=flush, after_in_child=self.drop)
+
+    def drop(self) -> None:
+        """A child that the code forked has no channel; nor has the helper that makes copies, and it has none twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def adopt(self, fd: int) -> None:
+        """Become the channel of a copy."""
+        self.fd = os.dup2(fd, HIGH_FD, inheritable=False)
+        os.close(fd)
+        self.pid = os.getpid()
 
     def own(self) -> bool:
         return os.getpid() == self.pid
@@ -540,6 +562,7 @@ class Context:
         self.cells: dict[str, str] = {}
         self.future_flags = 0
         self.loop: Any = None
+        self.left_behind: Any = None
 
     def install(self) -> None:
         """Make this process look like a place to run code in."""
@@ -601,11 +624,81 @@ class Context:
             _, failure = attempt(preload, message["modules"])
             flush()
             self.channel.send({"op": "preloaded", "value": "" if failure is None else summary(failure)})
+        elif operation == "fork":
+            self.fork(message)
         else:
-            threading = sys.modules.get("threading")
-            threads = threading is not None and threading.active_count() > 1
-            code = "context_has_threads" if operation == "fork" and threads else "not_supported"
-            self.channel.send({"op": "refused", "id": message.get("id"), "code": code})
+            self.channel.send({"op": "refused", "id": message.get("id"), "code": "not_supported"})
+
+    # copies
+
+    def fork(self, request: Message) -> None:
+        """Make copies of this context; returns in the original and in each of them."""
+        count = int(request["count"])
+        if len(os.listdir("/proc/self/task")) > 1:
+            self.skip(count)
+            self.channel.send({"op": "refused", "id": request["id"], "code": "context_has_threads"})
+            return
+        line = os.dup(self.channel.fd)
+        reading, writing = os.pipe()
+        helper = os.fork()
+        if helper == 0:
+            os.close(reading)
+            if self.copy(count, int(request.get("mark", -1)), line, writing):
+                return
+            os._exit(0)
+        os.close(line)
+        os.close(writing)
+        told = os.read(reading, 12)
+        os.close(reading)
+        os.waitpid(helper, 0)
+        taken, made, problem = (int.from_bytes(told[at : at + 4], "big") for at in (0, 4, 8))
+        self.skip(count - taken)
+        self.channel.send({"op": "forked", "id": request["id"], "count": made, "errno": problem})
+
+    def skip(self, count: int) -> None:
+        """Let go of descriptors that nobody will take."""
+        while count > 0:
+            count -= len(os.read(self.channel.fd, count)) or count
+
+    def copy(self, count: int, mark: int, line: int, told: int) -> bool:
+        """In the helper: one fork after the other. True in each copy; False when all are made."""
+        import _socket
+
+        link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, line)
+        taken = made = problem = 0
+        try:
+            while made < count:
+                fds = receive_descriptors(link)
+                taken += 1
+                if os.fork() == 0:
+                    os.close(told)
+                    link.close()
+                    self.become(fds, mark - made)
+                    return True
+                made += 1
+                for fd in fds:
+                    os.close(fd)
+        except OSError as failure:  # no process or descriptor more
+            problem = failure.errno or 5
+        os.write(told, b"".join(number.to_bytes(4, "big") for number in (taken, made, problem)))
+        return False
+
+    def become(self, fds: list[int], mark: int) -> None:
+        """In a copy: a channel, streams and a session of its own, and the mark by which what comes from it is known."""
+        import resource
+
+        channel, output, errors = fds
+        os.setsid()
+        if mark > 0:
+            attempt(resource.setrlimit, resource.RLIMIT_RTTIME, (mark, mark))
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        os.close(output)
+        os.close(errors)
+        self.channel.adopt(channel)
+        # Its selector is shared with the original's: to close or collect it here would take the original's apart.
+        self.left_behind, self.loop = self.loop, None
+        self.channel.send({"op": "ready", "pid": self.channel.pid, "version": ""})
 
     def run(self, request: Message) -> None:
         self.count += 1
@@ -772,6 +865,16 @@ def close_figure(value: Any) -> None:
 def preload(modules: list[str]) -> None:
     for name in modules:
         __import__(name)
+
+
+def receive_descriptors(link: Any) -> list[int]:
+    """The three descriptors of one copy."""
+    import _socket
+
+    data, ancillary, _, _ = link.recvmsg(1, _socket.CMSG_SPACE(3 * 4))
+    if not data or not ancillary or len(ancillary[0][2]) != 12:
+        raise OSError(5, "no descriptors")
+    return [int.from_bytes(ancillary[0][2][at : at + 4], sys.byteorder) for at in (0, 4, 8)]
 
 
 def set_environment(values: dict[str, str | None]) -> dict[str, str | None]:

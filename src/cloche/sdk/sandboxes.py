@@ -304,6 +304,14 @@ class AsyncContext(Handle):
         """A fresh interpreter under the same id; the state is gone."""
         await self._do(self._backend.restart_context(self._id, self.id))
 
+    async def fork(self, count: int = 1) -> list[AsyncContext]:
+        """Copies of it with everything it has in memory, in the same sandbox; all of them, or none.
+
+        A context with more than one thread is refused with `context_has_threads`.
+        """
+        made = await self._do(self._backend.fork_context(self._id, self.id, count))
+        return [AsyncContext(self._backend, self._home, self._id, info) for info in made]
+
     async def delete(self) -> None:
         """End the interpreter."""
         await self._do(self._backend.delete_context(self._id, self.id))

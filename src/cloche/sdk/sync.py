@@ -204,6 +204,14 @@ class Context(Handle):
         """A fresh interpreter under the same id; the state is gone."""
         portal.run(self._async.restart(), self._home)
 
+    def fork(self, count: int = 1) -> list[Context]:
+        """Copies of it with everything it has in memory, in the same sandbox; all of them, or none.
+
+        A context with more than one thread is refused with `context_has_threads`.
+        """
+        made = portal.run(self._async.fork(count), self._home)
+        return [Context._of(twin) for twin in made]
+
     def delete(self) -> None:
         """End the interpreter."""
         portal.run(self._async.delete(), self._home)

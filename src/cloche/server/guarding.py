@@ -23,7 +23,7 @@ SCOPES: dict[str, str] = dict(
         "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy snapshot restore fork "
         "snapshots snapshot_info delete_snapshot diff_snapshots",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code "
-        "interrupt_context restart_context delete_context",
+        "interrupt_context restart_context delete_context fork_context",
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
         "upload_tree download_tree diff apply workspace_report",
         "events": "events follow_events",
