@@ -27,7 +27,9 @@ def test_a_number_that_is_none(context, count):
 
 
 def test_threads(sandbox, context):
-    context.run("x = 1; import threading; gate = threading.Event(); t = threading.Thread(target=gate.wait); t.start()")
+    context.run(
+        "x = 1; import threading; gate = threading.Event(); t = threading.Thread(target=gate.wait); t.start()"
+    )
     before = len(sandbox.contexts.list())
     assert code_of(lambda: context.fork(3)) == "context_has_threads"
     assert len(sandbox.contexts.list()) == before

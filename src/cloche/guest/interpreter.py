@@ -661,9 +661,16 @@ class Context:
             count -= len(os.read(self.channel.fd, count)) or count
 
     def copy(self, count: int, mark: int, line: int, told: int) -> bool:
-        """In the helper: one fork after the other. True in each copy; False when all are made."""
-        import _socket
+        """In the helper: one fork after the other. True in each copy; False when all are made.
 
+        What a copy touches first it must copy, page by page: hence imports and encoders are used here, before.
+        """
+        import _socket
+        import gc
+        import resource
+
+        gc.freeze()  # a collection in a copy would write to every object that there is
+        limit = resource.setrlimit
         link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, line)
         taken = made = problem = 0
         try:
@@ -673,7 +680,9 @@ class Context:
                 if os.fork() == 0:
                     os.close(told)
                     link.close()
-                    self.become(fds, mark - made)
+                    if mark > 0:
+                        attempt(limit, resource.RLIMIT_RTTIME, (mark - made, mark - made))
+                    self.become(fds)
                     return True
                 made += 1
                 for fd in fds:
@@ -683,14 +692,10 @@ class Context:
         os.write(told, b"".join(number.to_bytes(4, "big") for number in (taken, made, problem)))
         return False
 
-    def become(self, fds: list[int], mark: int) -> None:
-        """In a copy: a channel, streams and a session of its own, and the mark by which what comes from it is known."""
-        import resource
-
+    def become(self, fds: list[int]) -> None:
+        """In a copy: a channel, streams and a session of its own."""
         channel, output, errors = fds
         os.setsid()
-        if mark > 0:
-            attempt(resource.setrlimit, resource.RLIMIT_RTTIME, (mark, mark))
         os.dup2(output, 1)
         os.dup2(errors, 2)
         os.close(output)
@@ -698,7 +703,7 @@ class Context:
         self.channel.adopt(channel)
         # Its selector is shared with the original's: to close or collect it here would take the original's apart.
         self.left_behind, self.loop = self.loop, None
-        self.channel.send({"op": "ready", "pid": self.channel.pid, "version": ""})
+        self.channel.write(b'{"op":"ready","pid":%d}' % self.channel.pid)
 
     def run(self, request: Message) -> None:
         self.count += 1
