@@ -261,7 +261,12 @@ class Sandbox:
         await self.wake()
         preload = self.spec.preload if language == "python" else ()
         made = contexts.Context(
-            model.new_id(), language, self._interpreters[language], self.machine, cwd=cwd, preload=preload,
+            model.new_id(),
+            language,
+            self._interpreters[language],
+            self.machine,
+            cwd=cwd,
+            preload=preload,
             env=self._threads(),
         )
         await made.start()
