@@ -207,7 +207,7 @@ def test_nothing_survives_of_fifty_that_stand_still(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whom", [["engine"], ["engine", "launcher"]], ids="+".join)
 def test_what_the_first_freezer_froze_is_thawed(tmp_path: Path, whom: list[str]) -> None:
     """By the launcher when its engine is gone, by the next sweep when the launcher is too."""
-    only_first = "from cloche.linux import cgroups\ncgroups._version_2 = lambda *_: cgroups.Controller('unified', reason='')\n"
+    only_first = "from cloche.linux import cgroups\ncgroups._version_2 = lambda *_: cgroups.Controller('unified', reason='hidden by this test')\n"
     victim = Victim(tmp_path, f"cloche-victim-{random.getrandbits(48):x}", only_first + VICTIM)
     try:
         victim.wait_for("ready")

@@ -352,9 +352,12 @@ async def a_tree_can_be_downloaded(bench: Bench) -> None:
 async def _watch_until(
     bench: Bench, box: Box, line: str, wanted: set[tuple[str, str]], recursive: bool = False
 ) -> None:
-    """Do something again and again until its events have been seen: nobody says when a watch began."""
+    """Do something again and again until its events have been seen. Nobody says when a watch began, so it is tried out
+    first: what is made once only must be made after that."""
     left = set(wanted)
     async with aclosing(bench.engine.watch_files(box.id, ".", recursive)) as events:  # type: ignore[type-var]
+        while (await _next_event(box, events, "echo x >begun")).path != "begun":
+            pass
         while left:
             event = await _next_event(box, events, line)
             left.discard((event.type, event.path))
