@@ -112,17 +112,18 @@ class Builder:
 
 
 def _failed(step: recipes.Step, number: int, result: model.ExecResult, log: list[str]) -> errors.ClocheError:
-    refused = sorted({denial.target for denial in result.denials if denial.kind == "network"})
+    network = [denial for denial in result.denials if denial.kind == "network"]
+    refused = sorted({denial.target for denial in network})
     if result.timed_out:
         how = "took longer than build.step_timeout_s"
     elif result.exit_code == 0:
-        how = f"reached for hosts that are not in build.allow ({', '.join(refused)})"
+        how = f"was refused {', '.join(refused)}, and went on without"
     else:
         how = f"ended with {result.shell_code}" + (f"; refused: {', '.join(refused)}" if refused else "")
     tail = "\n".join(log)
     return errors.error(
         "recipe_step_failed", f"step {number} ({step.title}) {how}" + (f"\n{tail}" if tail else ""),
-        hint="add the hosts that it may reach to build.allow" if refused else "the log above says why",
+        hint=f"the rules of a build are build.allow: {network[0].hint}" if network else "the log above says why",
         step=number, title=step.title, exit_code=result.shell_code, log=tail, refused=refused,
     )  # fmt: skip
 
