@@ -26,14 +26,15 @@ SCOPES: dict[str, str] = dict(
         "interrupt_context restart_context delete_context fork_context",
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
         "upload_tree download_tree diff apply workspace_report",
+        "pools": "template templates pool pools wait_pool claim claim_info claims release_claim",
         "events": "events follow_events",
-        "admin": "sweep secrets set_secret remove_secret rotate_secrets_key images image pull_image build_image remove_image gc_images",
+        "admin": "sweep put_template delete_template put_pool scale_pool delete_pool secrets set_secret remove_secret rotate_secrets_key images image pull_image build_image remove_image gc_images",
     }.items()
     for pair in ((method, scope) for method in methods.split())
 )
 
-_OPERATORS = frozenset(method for method, scope in SCOPES.items() if scope == "admin")
-"""What concerns the whole machine, and no tenant."""
+_OPERATORS = frozenset(method for method, scope in SCOPES.items() if scope in ("admin", "pools"))
+"""What concerns the whole machine, and no tenant: a pool's members are nobody's until they are claimed."""
 
 
 class Principal(NamedTuple):
@@ -130,7 +131,9 @@ class Guarded:
         """Refuse, or bring the arguments into the shape in which they may pass."""
         caller = self._principal
         caller.require(SCOPES.get(name, "admin"))
-        if "spec" in given and isinstance(given["spec"], model.SandboxSpec):
+        if "spec" in given:
+            self._refuse_host_paths(given["spec"])
+        if isinstance(given.get("spec"), model.SandboxSpec):
             given["spec"] = self._own(given["spec"])
         if not caller.tenant:
             return
@@ -178,34 +181,41 @@ class Guarded:
         )
 
     def _own(self, spec: model.SandboxSpec) -> model.SandboxSpec:
-        if not self._principal.host_paths and spec.workspace is not None:
-            raise errors.error(
-                "host_path_refused",
-                "a workspace is a directory of the server's host, which this caller may not name",
-                hint="upload files instead, or use the unix socket",
-                field="workspace",
-            )
-        if not self._principal.host_paths and policy.names_directories(spec.policy):
-            raise errors.error(
-                "host_path_refused",
-                "files.read and files.write name directories of the server's host, which this caller may not",
-                hint="upload files instead, or have the operator name them in the server's own policy file",
-                field="policy",
-            )
         if self._principal.tenant and spec.secrets:
             raise errors.error(
                 "secret_not_found",
                 f"there is no secret {spec.secrets[0]!r}",  # those that are stored are the operator's
                 hint="secrets are used with a key without a tenant",
             )
-        if not self._principal.host_paths and model.names_host_path(spec.image):
-            raise errors.error(
-                "host_path_refused",
-                f"the image {spec.image!r} is a path of the server's host, which this caller may not name",
-                hint="name an image of a registry, or one by its digest",
-                field="image",
-            )
         return msgspec.structs.replace(spec, tenant=self._principal.tenant)
+
+    def _refuse_host_paths(self, spec: Any) -> None:
+        """Nothing that is asked for, be it a sandbox, a template or a claim, names a path of the server's host."""
+        if self._principal.host_paths:
+            return
+        if getattr(spec, "workspace", None) is not None:
+            raise _host_path(
+                "workspace",
+                "a workspace is a directory of the server's host, which this caller may not name",
+                "upload files instead, or use the unix socket",
+            )
+        if policy.names_directories(getattr(spec, "policy", {})):
+            raise _host_path(
+                "policy",
+                "files.read and files.write name directories of the server's host, which this caller may not",
+                "upload files instead, or have the operator name them in the server's own policy file",
+            )
+        image = getattr(spec, "image", None)
+        if model.names_host_path(image):
+            raise _host_path(
+                "image",
+                f"the image {image!r} is a path of the server's host, which this caller may not name",
+                "name an image of a registry, or one by its digest",
+            )
+
+
+def _host_path(field: str, message: str, hint: str) -> errors.ClocheError:
+    return errors.error("host_path_refused", message, hint=hint, field=field)
 
 
 interfaces.Backend.register(Guarded)

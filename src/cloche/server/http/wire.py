@@ -75,6 +75,10 @@ class Extend(Body, frozen=True, kw_only=True):
     """Seconds from now; null is without end."""
 
 
+class Fork(Body, frozen=True, kw_only=True):
+    count: int = 1
+
+
 class Sandboxes(Answer, frozen=True, kw_only=True):
     sandboxes: tuple[model.SandboxInfo, ...]
     next_cursor: str | None = None

@@ -53,3 +53,11 @@ async def interrupt_context(call: Call, sandbox: str, context: str) -> None:
 async def restart_context(call: Call, sandbox: str, context: str) -> None:
     """Start a context afresh under the same id."""
     await call.backend.restart_context(sandbox, context)
+
+
+@operation(
+    "POST", _HERE + "/{context}/fork", scope="exec", status=201, errors=f"{_ERRORS} context_has_threads"
+)
+async def fork_context(call: Call, sandbox: str, context: str, body: wire.Fork) -> wire.Contexts:
+    """Copy a live Python context with its memory, within its sandbox."""
+    return wire.Contexts(contexts=tuple(await call.backend.fork_context(sandbox, context, body.count)))

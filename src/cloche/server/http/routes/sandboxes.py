@@ -78,9 +78,9 @@ async def extend_sandbox(call: Call, sandbox: str, body: wire.Extend) -> model.S
 
 
 @operation("POST", "/v1/sandboxes/{sandbox}/suspend", scope="sandboxes", errors="sandbox_not_found")
-async def suspend_sandbox(call: Call, sandbox: str) -> model.SandboxInfo:
-    """Suspend a sandbox. Any request that needs it wakes it again."""
-    return await call.backend.suspend(sandbox)
+async def suspend_sandbox(call: Call, sandbox: str, *, mode: str = "pause") -> model.SandboxInfo:
+    """Suspend a sandbox: `pause` keeps its memory, `archive` its files only. Any request that needs it wakes it again."""
+    return await call.backend.suspend(sandbox, mode)
 
 
 @operation("POST", "/v1/sandboxes/{sandbox}/resume", scope="sandboxes", errors="sandbox_not_found")
