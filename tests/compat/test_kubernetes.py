@@ -1,6 +1,7 @@
 """Manifests of agent-sandbox: what bears on security and cannot be honoured is refused by name, the rest works or is listed."""
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from cloche import errors, model
 from cloche.compat import kubernetes
 from cloche.engine import templates
 
-MANIFEST = {
+MANIFEST: dict[str, Any] = {
     "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
     "kind": "SandboxTemplate",
     "metadata": {"name": "python-runtime", "labels": {"team": "data"}},
@@ -53,7 +54,7 @@ MANIFEST = {
 
 def changed(path, value):
     made = copy.deepcopy(MANIFEST)
-    place = made
+    place: Any = made
     *parents, last = path.split(".")
     for part in parents:
         place = place[int(part)] if part.isdigit() else place.setdefault(part, {})
