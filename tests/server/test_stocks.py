@@ -91,7 +91,7 @@ def test_snapshots_restore_and_fork(http, box):
 def test_rules_change_on_a_live_sandbox(http, box):
     url = f"/v1/sandboxes/{box}/policy"
     assert http.get(url).json()["network"]["mode"] == "off"
-    refused(http.patch(url, json={"network": {"mode": "sideways"}}), "argument_invalid")
+    refused(http.patch(url, json={"network": {"mode": "sideways"}}), "policy_invalid")
     changed = http.patch(url, json={"network": {"mode": "rules", "allow": ["example.org:443"]}}).json()
     assert changed["network"]["allow"] == ["example.org:443"]
 

@@ -38,7 +38,7 @@ async def get_policy(call: Call, sandbox: str) -> policy.Merged:
 )  # fmt: skip
 async def update_policy(call: Call, sandbox: str, body: Change) -> policy.Merged:
     """Change the network rules of a live sandbox; they hold when this answers. Ceilings bind here too."""
-    return await call.backend.update_policy(sandbox, body.network)
+    return await call.backend.update_policy(sandbox, {"network": body.network})
 
 
 @operation("GET", "/v1/secrets", scope="admin")
