@@ -25,7 +25,7 @@ NOUNS = {
     "image", "recipe",
     "apply", "argument", "audit", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
     "execution", "field", "file", "flag", "guest", "host", "internal", "isolation", "kernel", "language", "launcher",
-    "limit", "mode", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "sandbox", "secret", "secrets", "server",
+    "limit", "mode", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "question", "sandbox", "secret", "secrets", "server",
     "settings", "signal", "socket", "state", "template", "user", "wait", "workspace",
 }  # fmt: skip
 

@@ -121,6 +121,7 @@ TABLE: dict[str, Face] = {
     "volume_not_found": _MISSING,
     "execution_not_found": _MISSING,
     "context_not_found": _MISSING,
+    "question_not_found": _MISSING,
     "file_not_found": _MISSING,
     "user_not_found": _MISSING,
     "image_not_found": _MISSING,
@@ -289,7 +290,7 @@ _CODES: dict[type[ClocheError], str] = {
     ),
     NotFound: (
         "sandbox_not_found key_not_found route_not_found template_not_found pool_not_found claim_not_found snapshot_not_found volume_not_found "
-        "execution_not_found context_not_found file_not_found user_not_found image_not_found"
+        "execution_not_found context_not_found question_not_found file_not_found user_not_found image_not_found"
         " secret_not_found"
     ),
     Conflict: (

@@ -10,7 +10,7 @@ import asyncio
 import builtins
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cloche import errors, events, model, policy
@@ -200,6 +200,18 @@ class Flow(NamedTuple):
     denial: model.Denial | None = None
 
 
+class Permit(NamedTuple):
+    """What one sandbox may reach, as it stands now."""
+
+    network: policy.Network
+    granted: tuple[str, ...] = ()
+    """Rules that somebody who was asked has granted."""
+    asks: bool = False
+    """Somebody is there to be asked about what no rule decides."""
+    trusted: bool = False
+    """The sandbox has the bundle with our authority, so TLS may be ended where rules or credentials need it."""
+
+
 class Egress(ABC):
     """The one way out for all sandboxes of an engine.
 
@@ -211,6 +223,8 @@ class Egress(ABC):
     on_flow: Callable[[Flow], None]
     on_fault: Callable[[str], None]
     """Called with the reason when no sandbox has a network any more, and with "" when all have it back."""
+    on_ask: Callable[[model.Question, tuple[str, int] | None], Awaitable[tuple[bool, str]]]
+    """Whether a connection (and the client's end of it) may be made, and if not, why: for what may be asked about."""
 
     @abstractmethod
     def check(self, network: policy.Network) -> None:
@@ -234,18 +248,12 @@ class Egress(ABC):
 
     @abstractmethod
     async def attach(
-        self,
-        sandbox: str,
-        capture: Capture,
-        network: policy.Network,
-        *,
-        trusted: bool = False,
-        credentials: Credentials | None = None,
+        self, sandbox: str, capture: Capture, permit: Permit, credentials: Credentials | None = None
     ) -> None:
-        """`trusted` says that the sandbox has the bundle; credentials are put in only then."""
+        """Credentials are put in only where the permit says `trusted`."""
 
     @abstractmethod
-    async def update(self, sandbox: str, network: policy.Network, *, trusted: bool = False) -> None:
+    async def update(self, sandbox: str, permit: Permit) -> None:
         """New rules; connections that they refuse have ended when this returns."""
 
     @abstractmethod
@@ -601,6 +609,21 @@ class Backend(ABC):
     @abstractmethod
     async def update_policy(self, sandbox: str, change: dict[str, Any]) -> policy.Merged:
         """Replace fields of the group `network` of a live sandbox; the rules that hold when this returns."""
+
+    @abstractmethod
+    def follow_asks(self, sandbox: str) -> AsyncIterator[model.Question]:
+        """Be asked about what a sandbox wants to reach and no rule decides, and about rules that say `ask`. The first item,
+        without an id, says that it is so from now on; leaving ends it, and what still waits is refused."""
+
+    @abstractmethod
+    async def answer_ask(
+        self, sandbox: str, question: str, answer: Literal["once", "sandbox", "deny"], reason: str = ""
+    ) -> None:
+        """Answer a question: for this connection, for the sandbox's life, or no."""
+
+    @abstractmethod
+    async def allow_always(self, rule: str) -> None:
+        """Add a network rule to the policy file of the engine's user; sandboxes to come have it."""
 
     @abstractmethod
     async def exec(self, sandbox: str, request: model.ExecRequest) -> model.ExecResult: ...

@@ -474,6 +474,29 @@ class SecretInfo(Secret, frozen=True, kw_only=True):
     updated_at: float
 
 
+Answer = Literal["once", "sandbox", "always", "deny"]
+
+
+class Question(Noun, frozen=True, kw_only=True):
+    """A connection that waits until somebody says whether it may be made. The first of a series has no id: from then on
+    questions come."""
+
+    id: str
+    sandbox: str
+    host: str = ""
+    port: int = 0
+    protocol: str = ""
+    rule: str = ""
+    """The rule that wants to be asked about; empty where no rule decides."""
+    execution: str | None = None
+    timeout_s: float = 0
+    """How long there is to answer; afterwards it is refused."""
+
+    @property
+    def target(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
 class Denial(Noun, frozen=True, kw_only=True):
     """Something the glass stopped, with the evidence for saying so."""
 

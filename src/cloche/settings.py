@@ -242,6 +242,14 @@ class Network(Group, frozen=True, kw_only=True):
     """A file of certificates (PEM) to trust besides this machine's, when a connection is looked into and the server's
     certificate is checked; `"none"` (the default) adds none."""
 
+    ask_timeout_s: Seconds = 60
+    """Seconds that a connection waits for somebody who is asked about it; then it is refused. A minute is about what clients
+    wait for a server."""
+
+    ask_url: str | None = None
+    """Where to ask instead of a person, or beside one: a question is posted there as JSON, and the answer is
+    `{"answer": "once" | "sandbox" | "deny", "reason": "…"}`. `"none"` (the default) asks nobody."""
+
 
 class Settings(Group, frozen=True, kw_only=True):
     """Everything that was chosen, from wherever."""
@@ -400,6 +408,60 @@ class PolicyFiles:
         if file is None:
             return None, False
         return _policy(file), _trusted(self._home).get(path) == _digest(file)
+
+
+def allow_always(rule: str, environment: Mapping[str, str]) -> None:
+    """Add a rule to `network.allow` of the user's own policy file, which keeps its words and comments otherwise.
+
+    The text is changed at one place and then read again: unless exactly that rule has been added, nothing is written.
+    """
+    path = os.path.join(_base(environment, "XDG_CONFIG_HOME", ".config"), "cloche", "policy.toml")
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError:
+        text = ""
+    before = _toml(text)
+    listed = before.get("network", {}).get("allow", [])
+    if rule in listed:
+        return
+    changed = _with_rule(text, rule)
+    wanted = {**before, "network": {**before.get("network", {}), "allow": [rule, *listed]}}
+    if _toml(changed) != wanted:
+        raise errors.error(
+            "policy_invalid",
+            f"the rule could not be added to {path} by itself",
+            hint=f"add {rule!r} to network.allow there",
+        )
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    draft = f"{path}.{os.getpid()}"
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(changed)
+    os.replace(draft, path)
+
+
+def _toml(text: str) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise errors.error("policy_invalid", f"your policy file cannot be read: {problem}") from None
+
+
+def _with_rule(text: str, rule: str) -> str:
+    quoted = '"' + rule.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    head = re.search(r"^[ \t]*\[[ \t]*network[ \t]*\][^\n]*\n", text + "\n", re.MULTILINE)
+    if head is None:
+        return (text.rstrip("\n") + "\n\n" if text.strip() else "") + f"[network]\nallow = [{quoted}]\n"
+    end = re.compile(r"^[ \t]*\[", re.MULTILINE).search(text, head.end())
+    table = text[head.end() : end.start() if end else len(text)]
+    found = re.search(r"^[ \t]*allow[ \t]*=[ \t]*\[", table, re.MULTILINE)
+    if found is None:
+        return text[: head.end()].rstrip("\n") + f"\nallow = [{quoted}]\n" + text[head.end() :]
+    place = head.end() + found.end()
+    rest = text[place:].lstrip()
+    return text[:place] + quoted + ("" if rest.startswith("]") else ", ") + text[place:]
 
 
 def trust(home: str, path: str) -> policy.Policy:

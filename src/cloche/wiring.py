@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, cached_property
 from typing import Any
 
@@ -113,6 +113,15 @@ class Images(interfaces.ImageSource):
         return source.LocalImages(self._config.home, self._config.images, self._environment)
 
 
+def _webhook(url: str | None) -> Callable[[model.Question], Awaitable[tuple[model.Answer, str]]] | None:
+    async def ask(question: model.Question) -> tuple[model.Answer, str]:
+        from cloche.egress import webhook
+
+        return await webhook.ask(str(url), question)
+
+    return ask if url else None
+
+
 def secrets(config: settings.Settings) -> interfaces.Secrets:
     """Made when somebody stores, lists or grants one."""
     from cloche import secrets as kept
@@ -184,6 +193,8 @@ def make_engine(
         interpreters=interpreters(),
         workspaces=Workspaces(config.home, environment),
         egress=lambda: egress(config),
+        remember=lambda rule: settings.allow_always(rule, environment),
+        webhook=_webhook(config.network.ask_url),
         images=Images(config, environment),
         secrets=lambda: secrets(config),
         policies=settings.PolicyFiles(config, environment),

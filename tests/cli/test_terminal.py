@@ -4,6 +4,8 @@ import os
 import signal
 import termios
 
+from tests.egress import room
+
 ECHO = termios.ECHO | termios.ICANON
 
 
@@ -135,3 +137,50 @@ def test_tables_fit_the_terminal_and_errors_have_words_without_colour(kept, on_t
     wrong = on_terminal(kept, "info", "nobody")
     assert b"cloche: error: there is no sandbox 'nobody'" in wrong.read_until(b"'nobody'")
     assert wrong.wait() == 125
+
+
+def test_the_person_at_the_terminal_is_asked(kept, on_terminal):
+    with room.serving() as server:
+        led = f"new.test:80:{server.address}"
+        command = [
+            "run",
+            "--ask",
+            "--resolve",
+            led,
+            "--",
+            "sh",
+            "-c",
+            "curl -sS http://new.test/$0; read x; echo got $x",
+        ]
+        terminal = on_terminal(kept, *command, "1")
+        terminal.read_until(b"[N]o? ")
+        terminal.type(b"no\n")
+        terminal.read_until(b"somebody who was asked refused it")
+        terminal.type(b"on\n")
+        terminal.read_until(b"got on\r\n")
+        assert terminal.wait() == 0
+        assert server.connections == 0
+        terminal = on_terminal(kept, *command, "2")
+        assert b"new.test:80" in terminal.read_until(b"[N]o? ")
+        terminal.type(b"once\n")
+        terminal.read_until(b"hello from /2\r\n")
+        terminal.type(b"on\n")
+        assert terminal.wait() == 0
+        assert server.connections == 1
+    assert kept("list").stdout == b""
+
+
+def test_a_person_is_asked_while_a_terminal_inside_is_raw(kept, on_terminal):
+    with room.serving() as server:
+        led = f"new.test:80:{server.address}"
+        script = "curl -sS http://new.test/3; stty -icanon; head -c 1; echo; echo end"
+        terminal = on_terminal(kept, "run", "--ask", "--tty", "--resolve", led, "--", "sh", "-c", script)
+        terminal.read_until(b"[N]o? ")
+        assert modes(terminal) == ECHO, "as it was, to type the answer"
+        terminal.type(b"s\n")
+        terminal.read_until(b"hello from /3")
+        assert modes(terminal) == 0
+        terminal.type(b"x")
+        terminal.read_until(b"end\r\n")
+        assert terminal.wait() == 0
+    assert modes(terminal) == ECHO

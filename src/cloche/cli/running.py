@@ -21,6 +21,10 @@ def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     if verb != "exec":
         spec_flags(parser)
     command_flags(parser)
+    if verb != "exec":
+        parser.add_argument(
+            "--ask", action="store_true", help="ask on the terminal about what no network rule decides"
+        )
     if verb == "run":
         parser.add_argument("--tty", action="store_true", help="run the command on a terminal")
         parser.add_argument(
@@ -164,6 +168,8 @@ def execute(verb: str, chosen: argparse.Namespace) -> int:
             hint=f"cloche {verb} ... -- python3 -c 'print(1 + 1)'",
         )
     options.request["command"] = chosen.command
+    if getattr(chosen, "ask", False):
+        return _asking(options)
     return attached(options, keeper=verb == "exec" or options.keep)
 
 
@@ -175,7 +181,15 @@ def _shell(chosen: argparse.Namespace, options: thin.Options) -> int:
     options.tty = options.detachable = True
     options.request["command"] = chosen.command or _SHELL
     options.execution, options.after = chosen.attach, chosen.after
-    return attached(options, keeper=True)
+    return _asking(options) if chosen.ask else attached(options, keeper=True)
+
+
+def _asking(options: thin.Options) -> int:
+    from cloche.cli import asking
+
+    thin.complete(options)
+    session = asking.run(options)
+    return _detached(session) if session.detached else thin.conclude(session)
 
 
 def attached(options: thin.Options, *, keeper: bool) -> int:

@@ -314,8 +314,13 @@ class Session:
                     self._on_signals(os.read(wake, 4096))
                 elif fd == 0:
                     self._on_input()
-                elif fd == link and not self._on_frames():
+                elif fd != link:
+                    self.on_other(fd)
+                elif not self._on_frames():
                     return
+
+    def on_other(self, fd: int) -> None:
+        """Something else that a further kind of session waits for."""
 
     # what the server says
 

@@ -77,6 +77,7 @@ class Conversation:
         self._sandbox = sandbox
         self._client = client
         self._peer = peer
+        self._granted = False
         self._server: socket.socket | None = None
         self._relay: relay.Relay | None = None
         self._session: inspection.Session | None = None
@@ -144,7 +145,9 @@ class Conversation:
             await self._exchange(head, target._replace(host=self._request.host))
             return
         sees = self._sees() and self._request.port == 443
-        self._decide("tls" if self._request.port == 443 and not self._may_be_raw() and not sees else front)
+        await self._settle(
+            "tls" if self._request.port == 443 and not self._may_be_raw() and not sees else front
+        )
         if not sees:  # otherwise nothing is dialled before a request was read
             await self._dial()
         if front == "connect":
@@ -169,7 +172,7 @@ class Conversation:
             self.end(reset=True)  # somebody inside dialled the listener itself
             return
         self._aim(*destination)
-        self._decide("transparent")
+        await self._settle("transparent")
         # On these the client speaks first, so it can be understood before anything is dialled.
         if self._request.port in (80, 443) and (self._sees() or not self._may_be_raw()):
             await self._understand()
@@ -225,7 +228,7 @@ class Conversation:
             raise self._refusal(
                 "not_http", "what was sent to port 80 is not HTTP/1; a rule with `raw` lets it through"
             )
-        self._decide(kind)
+        await self._settle(kind)
         if self._server is None:
             await self._dial()
         connection = self._relay
@@ -325,7 +328,7 @@ class Conversation:
     # ── one HTTP request ────────────────────────────────────────────────────────────────────────
 
     async def _exchange(self, head: http.Head, target: http.Target) -> None:
-        self._decide("http", head.method, target.path)
+        await self._settle("http", head.method, target.path)
         if self.usable.all and await self._with_credentials(head, target):
             return
         body = http.body_of(head)
@@ -470,10 +473,45 @@ class Conversation:
 
     def _decide(self, protocol: rules.Protocol, method: str | None = None, path: str | None = None) -> None:
         self._request = self._request._replace(protocol=protocol, method=method, path=path)
-        decision = rules.decide(self._rules, self._request)
+        decision = self._judge()
         if not decision.allowed:
             raise _Refused(decision)
         self._decision = decision
+
+    def _judge(self) -> rules.Decision:
+        decision = rules.decide(self._rules, self._request)
+        if self._granted and rules.is_askable(self._rules, decision):
+            return rules.Decision("allow", decision.rule, "answer", "allowed")
+        return decision
+
+    async def _settle(
+        self, protocol: rules.Protocol, method: str | None = None, path: str | None = None
+    ) -> None:
+        """Decide, and where a person may decide, ask, once for the connection."""
+        try:
+            self._decide(protocol, method, path)
+        except _Refused as refused:
+            if not rules.is_askable(self._rules, refused.decision):
+                raise
+            await self._ask(refused.decision)
+            self._decide(protocol, method, path)
+
+    async def _ask(self, decision: rules.Decision) -> None:
+        request = self._request
+        allowed, why = await self._proxy.ask(
+            records.Ask(
+                id=0,
+                sandbox=self._sandbox.id,
+                host=request.host[:255],
+                port=request.port,
+                protocol=request.protocol,
+                rule=str(decision.rule) if decision.reason == "ask" else "",
+                peer=self._peer,
+            )
+        )
+        if not allowed:
+            raise _Refused(decision._replace(source="answer", hint=why or decision.hint))
+        self._granted = True
 
     def _sees(self) -> bool:
         """Whether TLS to this destination is ended here."""
@@ -497,7 +535,7 @@ class Conversation:
         """The rules have changed: what is refused now ends now."""
         if self._decision is None:
             return  # it will be decided by the new rules
-        decision = rules.decide(self._rules, self._request)
+        decision = self._judge()
         pinned = rules.override(self._rules, self._request.host, self._request.port) is not None
         if decision.allowed and self._address not in ("", "parent"):
             checked = rules.check_address(

@@ -7,7 +7,9 @@ what they want, and be told plainly what is refused.
 
 from __future__ import annotations
 
-from cloche import errors, interfaces, policy
+import msgspec
+
+from cloche import errors, interfaces, model, policy
 from cloche.egress import authority, capture, process, records
 from cloche.policy import rules
 
@@ -22,8 +24,9 @@ class LocalEgress(interfaces.Egress):
         options = records.Options(parent=parent, authorities=_read(authorities))
         self.on_flow = lambda _: None
         self.on_fault = lambda _: None
+        self.on_ask = _nobody
         self._process = process.EgressProcess(
-            options=options, on_record=self._recorded, on_fault=self._faulted
+            options=options, on_record=self._recorded, on_fault=self._faulted, on_ask=self._asked
         )
 
     def check(self, network: policy.Network) -> None:
@@ -47,24 +50,28 @@ class LocalEgress(interfaces.Egress):
         self,
         sandbox: str,
         capture: interfaces.Capture,
-        network: policy.Network,
-        *,
-        trusted: bool = False,
+        permit: interfaces.Permit,
         credentials: interfaces.Credentials | None = None,
     ) -> None:
         sealed = credentials.fd if credentials is not None else None
         await self._process.attach(
-            sandbox, capture.sockets, _rule_set(network), inspects=trusted, credentials=sealed
+            sandbox, capture.sockets, _permitted(permit), inspects=permit.trusted, credentials=sealed
         )
 
-    async def update(self, sandbox: str, network: policy.Network, *, trusted: bool = False) -> None:
-        await self._process.update(sandbox, _rule_set(network), inspects=trusted)
+    async def update(self, sandbox: str, permit: interfaces.Permit) -> None:
+        await self._process.update(sandbox, _permitted(permit), inspects=permit.trusted)
 
     async def detach(self, sandbox: str) -> None:
         await self._process.detach(sandbox)
 
     async def aclose(self) -> None:
         await self._process.aclose()
+
+    async def _asked(self, ask: records.Ask) -> tuple[bool, str]:
+        question = model.Question(
+            id="", sandbox=ask.sandbox, host=ask.host, port=ask.port, protocol=ask.protocol, rule=ask.rule
+        )
+        return await self.on_ask(question, ask.peer)
 
     def _faulted(self, reason: str) -> None:
         self.on_fault(reason)
@@ -82,6 +89,10 @@ class LocalEgress(interfaces.Egress):
         )  # fmt: skip
 
 
+async def _nobody(question: model.Question, peer: tuple[str, int] | None) -> tuple[bool, str]:
+    return False, "nobody can be asked here"
+
+
 def _read(path: str | None) -> str:
     if path is None:
         return ""
@@ -94,6 +105,12 @@ def _read(path: str | None) -> str:
             f"network.authorities: {path} cannot be read: {problem}",
             hint="name a PEM file",
         ) from None
+
+
+def _permitted(permit: interfaces.Permit) -> rules.RuleSet:
+    made = _rule_set(permit.network)
+    granted = tuple(map(rules.Rule.parse, permit.granted))
+    return msgspec.structs.replace(made, asks=permit.asks, granted=granted)
 
 
 def _rule_set(network: policy.Network) -> rules.RuleSet:

@@ -20,7 +20,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,11 +92,13 @@ class EgressProcess:
         options: records.Options | None = None,
         on_record: Callable[[records.Record], None] = lambda record: None,
         on_fault: Callable[[str], None] = lambda reason: None,
+        on_ask: Callable[[records.Ask], Awaitable[tuple[bool, str]]] | None = None,
         start: Callable[[], Spawned] = spawn,
     ) -> None:
         self._options = options or records.Options()
         self._on_record = on_record
         self._on_fault = on_fault
+        self._on_ask = on_ask
         self._spawn = start
         self._attached: dict[str, _Attached] = {}
         self._link: socket.socket | None = None
@@ -368,10 +371,11 @@ class EgressProcess:
             finally:
                 self._saw(report.decision.id)
             return
+        if report.ask is not None:
+            self._spawn_task(self._answer(report.ask), "ask")
+            return
         if report.mint:
-            task = asyncio.get_running_loop().create_task(self._mint(report.mint), name="sign")
-            self._signing.add(task)
-            task.add_done_callback(self._signing.discard)
+            self._spawn_task(self._mint(report.mint), "sign")
             return
         answer = self._answers.get(report.done if report.done is not None else report.failed or 0)
         if answer is None or answer.done():
@@ -382,6 +386,19 @@ class EgressProcess:
             answer.set_exception(
                 errors.error("internal_error", f"the egress process refused an order: {report.error}")
             )
+
+    def _spawn_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._signing.add(task)
+        task.add_done_callback(self._signing.discard)
+
+    async def _answer(self, ask: records.Ask) -> None:
+        link, allow, why = self._link, False, "nobody can be asked here"
+        if self._on_ask is not None and ask.sandbox in self._attached:
+            allow, why = await self._on_ask(ask)
+        if link is not None and link is self._link:  # another process knows nothing of the question
+            with suppress(OSError):
+                wire.send(link, {"op": "answer", "id": ask.id, "allow": allow, "hint": why[:1000]})
 
     def _saw(self, number: int) -> None:
         if number and self._link is not None:

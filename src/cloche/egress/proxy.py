@@ -40,6 +40,7 @@ _RETRY_ACCEPT_S = 0.2
 _MINT_S = 10.0
 _MOST_LEAVES = 512
 _MOST_UNSENT_USES = 4096
+_ANSWER_S = 3600.0  # the engine has a limit of its own, and always answers
 _SEEN_S = 1.0  # how long a refused client waits for the engine to take note
 
 
@@ -83,6 +84,7 @@ class Proxy:
         self._trust: ssl.SSLContext | None = None
         self._unseen: dict[int, asyncio.Future[None]] = {}
         self._refusals = 0
+        self._asked: dict[int, asyncio.Future[tuple[bool, str]]] = {}
         control.setblocking(False)
         loop.add_reader(control, self._hear)
         self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
@@ -121,7 +123,7 @@ class Proxy:
                 one.close()
             self._report(records.Report(failed=number, error=f"{type(problem).__name__}: {problem}"[:1000]))
         else:
-            if order.op != "seen":
+            if order.op not in ("seen", "answer"):
                 self._report(records.Report(done=number))
         finally:
             if sealed >= 0:
@@ -146,6 +148,10 @@ class Proxy:
                 self._detach(order.sandbox)
             case "seen":
                 self._saw(order.id)
+            case "answer":
+                waiting = self._asked.pop(order.id, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result((order.allow, order.hint))
 
     def _configure(self, options: records.Options) -> None:
         parent = upstream.Parent.parse(options.parent) if options.parent else None
@@ -211,6 +217,21 @@ class Proxy:
         waiting = self._unseen[number] = self.loop.create_future()
         self.loop.call_later(_SEEN_S, self._saw, number)
         return waiting
+
+    async def ask(self, ask: records.Ask) -> tuple[bool, str]:
+        """Wait for somebody's word: whether it may be, and why not."""
+        self._refusals += 1
+        number = self._refusals
+        waiting: asyncio.Future[tuple[bool, str]] = self.loop.create_future()
+        self._asked[number] = waiting
+        self._report(records.Report(ask=msgspec.structs.replace(ask, id=number)))
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await waiting
+        except TimeoutError:
+            return False, "nobody answered"
+        finally:
+            self._asked.pop(number, None)
 
     def _saw(self, number: int) -> None:
         waiting = self._unseen.pop(number, None)

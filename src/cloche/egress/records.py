@@ -7,6 +7,8 @@
     → {"op":"leaf","id":5,"host":"api.github.com","leaf":"-----BEGIN…"}      empty if there can be none
     → {"op":"detach","id":4,"sandbox":"k3"}                                  its listeners and connections are closed
     → {"op":"seen","id":17}                                                  the record with that id was taken note of
+    ← {"ask":{"id":3,"sandbox":"k3","host":"example.com","port":443,…}}      a person is to decide
+    → {"op":"answer","id":3,"allow":true}                                    or with false, and a sentence why
     ← {"done":2}                                                             or {"failed":2,"error":"…"}
     ← {"decision":{…Record…}}                                                when decided, and again when it ended
 
@@ -108,10 +110,23 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
+class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A connection that waits for somebody's word."""
+
+    id: int
+    sandbox: str
+    host: str
+    port: int
+    protocol: str
+    rule: str = ""
+    """The rule that wants to be asked about; empty where no rule decides."""
+    peer: tuple[str, int] | None = None
+
+
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Engine to proxy."""
 
-    op: Literal["configure", "attach", "rules", "detach", "leaf", "seen"]
+    op: Literal["configure", "attach", "rules", "detach", "leaf", "seen", "answer"]
     id: int
     sandbox: str = ""
     sockets: tuple[Literal["proxy", "transparent", "dns"], ...] = ()
@@ -122,6 +137,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     credentials: bool = False
     host: str = ""
     leaf: str = ""
+    allow: bool = False
+    hint: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -131,4 +148,5 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: int | None = None
     error: str = ""
     decision: Record | None = None
+    ask: Ask | None = None
     mint: str = ""

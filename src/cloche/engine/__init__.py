@@ -18,8 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from cloche import errors, events, interfaces, model, policy, settings
+from cloche.engine import (
+    asking,
+    execution,
+    files,
+    imaging,
+    journal,
+    network,
+    placement,
+    reaping,
+    refusals,
+    sandboxes,
+)
 from cloche.engine import contexts as code_contexts
-from cloche.engine import execution, files, imaging, journal, network, placement, reaping, refusals, sandboxes
 from cloche.lifecycle import suspending
 
 if TYPE_CHECKING:
@@ -29,6 +40,14 @@ if TYPE_CHECKING:
 SUSPENSIONS = ("pause", "hibernate", "archive")
 _MOST_FORKS = 1000
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
+
+
+def _no_memory(rule: str) -> None:
+    raise errors.error(
+        "not_supported_by_driver",
+        "this engine has no policy file to write to",
+        hint="use one that wiring made",
+    )
 
 
 def _no_secrets() -> interfaces.Secrets:
@@ -59,6 +78,8 @@ class Engine(interfaces.Backend):
         interpreters: Mapping[str, interfaces.Interpreter],
         workspaces: interfaces.Workspaces,
         egress: Callable[[], interfaces.Egress],
+        remember: Callable[[str], None] | None = None,
+        webhook: asking.Ask | None = None,
         images: interfaces.ImageSource | None = None,
         secrets: Callable[[], interfaces.Secrets] | None = None,
         policies: Callable[[str | None], policy.Sources],
@@ -73,6 +94,7 @@ class Engine(interfaces.Backend):
         self._clock = clock or SystemClock()
         self._interpreters = interpreters
         self._secrets = secrets or _no_secrets
+        self._remember = remember or _no_memory
         self._workspaces = workspaces
         self._imaging = imaging.Imaging(self, images)
         self._policies = policies
@@ -86,7 +108,13 @@ class Engine(interfaces.Backend):
         self._store = store
         self._audit = audit
         self._journal = journal.Journal(store, audit)
-        self._networks = network.Networks(egress, self._secrets, self._journal, self._clock)
+        self._networks = network.Networks(
+            egress,
+            self._secrets,
+            asking.Asks(timeout_s=config.network.ask_timeout_s, webhook=webhook),
+            self._journal,
+            self._clock,
+        )
         self._reaper = reaping.Reaper(
             self._clock, lambda: list(self._sandboxes.values()), self._expire, self._rest
         )
@@ -476,6 +504,43 @@ class Engine(interfaces.Backend):
             )
         )
         return found.rules
+
+    def follow_asks(self, sandbox: str) -> AsyncIterator[model.Question]:
+        return self._networks.follow_asks(self._find(sandbox))
+
+    async def answer_ask(
+        self, sandbox: str, question: str, answer: Literal["once", "sandbox", "deny"], reason: str = ""
+    ) -> None:
+        found = self._find(sandbox)
+        asked = self._networks.asks.answer(found.id, question, answer, reason)
+        self._journal.append(
+            events.Decided(
+                sandbox=found.id,
+                time=self._clock.time(),
+                actor=self._actor,
+                verdict="deny" if answer == "deny" else "allow",
+                operation="answer",
+                target=asked.target,
+                rule=asked.rule,
+                source=f"answer of {self._actor}",
+                reason=answer,
+                execution=asked.execution,
+            )
+        )
+
+    async def allow_always(self, rule: str) -> None:
+        self._networks.check(policy.Network(mode="rules", allow=(rule,)))
+        await asyncio.to_thread(self._remember, rule)
+        self._journal.append(
+            events.PolicyChanged(
+                sandbox=None,
+                time=self._clock.time(),
+                actor=self._actor,
+                change="updated",
+                target="the user's policy",
+                summary=(f"+allow {rule}",),
+            )
+        )
 
     async def suspend(self, sandbox: str, mode: str = "pause") -> model.SandboxInfo:
         found = self._find(sandbox)

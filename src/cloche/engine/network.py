@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import msgspec
 
 from cloche import errors, events, interfaces, model, policy
-from cloche.engine import files, journal, sandboxes
+from cloche.engine import asking, files, journal, sandboxes
 
 _PATIENCE_S = 10.0
+_MOST_GRANTED = 1000
 _BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 _BUNDLE_AT_HOME = "/home/user/.cloche/ca-certificates.crt"
 
@@ -48,11 +49,13 @@ class Networks:
         self,
         make: Callable[[], interfaces.Egress],
         secrets: Callable[[], interfaces.Secrets],
+        asks: asking.Asks,
         record: journal.Journal,
         clock: interfaces.Clock,
     ) -> None:
         self._make = make
         self._secrets = secrets
+        self.asks = asks
         self._journal = record
         self._clock = clock
         self._egress: interfaces.Egress | None = None
@@ -66,6 +69,7 @@ class Networks:
             self._egress = self._make()
             self._egress.on_flow = self._flow
             self._egress.on_fault = self._faulted
+            self._egress.on_ask = self._asked
         return self._egress
 
     def check(self, network: policy.Network) -> None:
@@ -102,18 +106,62 @@ class Networks:
         made = made or await machine.capture()
         self._attached[sandbox.id] = sandbox
         try:
-            await self.egress.attach(
-                sandbox.id, made, network, trusted=bound.trust is not None, credentials=bound.credentials
-            )
+            sandbox.trust = bound.trust
+            await self.egress.attach(sandbox.id, made, self._permit(sandbox), bound.credentials)
         except BaseException:
             del self._attached[sandbox.id]
+            sandbox.trust = None
             raise
         finally:
             for _, fd in made.sockets:
                 os.close(fd)
-        sandbox.trust = bound.trust
         missing = (*machine.isolation.missing, made.note) if made.note else machine.isolation.missing
         machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode, missing=missing)
+
+    def _permit(self, sandbox: sandboxes.Sandbox) -> interfaces.Permit:
+        return interfaces.Permit(
+            sandbox.rules.network,
+            granted=tuple(sandbox.granted),
+            asks=self.asks.anybody(sandbox.id),
+            trusted=sandbox.trust is not None,
+        )
+
+    # ── asking ──────────────────────────────────────────────────────────────────────────────────
+
+    def follow_asks(self, sandbox: sandboxes.Sandbox) -> AsyncIterator[model.Question]:
+        async def changed() -> None:
+            if sandbox.id in self._attached:
+                with suppress(errors.SandboxLost):
+                    await self.egress.update(sandbox.id, self._permit(sandbox))
+
+        return self.asks.follow(sandbox.id, changed)
+
+    async def _asked(self, question: model.Question, peer: tuple[str, int] | None) -> tuple[bool, str]:
+        sandbox = self._attached.get(question.sandbox)
+        if sandbox is None:
+            return False, "the sandbox has ended"
+        execution = sandbox.connected(peer, None)
+        answer, why = await self.asks.ask(msgspec.structs.replace(question, execution=execution))
+        if answer in ("sandbox", "always") and sandbox.id in self._attached:
+            await self._grant(sandbox, question.target)
+        return answer != "deny", why
+
+    async def _grant(self, sandbox: sandboxes.Sandbox, rule: str) -> None:
+        """From now on it is not asked about again, in this sandbox."""
+        if rule in sandbox.granted or len(sandbox.granted) >= _MOST_GRANTED:
+            return
+        sandbox.granted.append(rule)
+        await self.egress.update(sandbox.id, self._permit(sandbox))
+        self._journal.append(
+            events.PolicyChanged(
+                sandbox=sandbox.id,
+                time=self._clock.time(),
+                actor="answer",
+                change="updated",
+                target="network",
+                summary=(f"+granted {rule}",),
+            )
+        )
 
     async def prepare(self, machine: interfaces.Machine) -> None:
         """Ahead of need, for a sandbox that waits: if it is taken with a network, it has most of it already."""
@@ -174,10 +222,11 @@ class Networks:
             env = {**self.egress.environment(path), **sandbox.spec.env}
             await machine.bind(interfaces.Binding(env))
             sandbox.trust = path
-        await self.egress.update(sandbox.id, network, trusted=sandbox.trust is not None)
+        await self.egress.update(sandbox.id, self._permit(sandbox))
         machine.isolation = msgspec.structs.replace(machine.isolation, network=network.mode)
 
     async def detach(self, sandbox: sandboxes.Sandbox) -> None:
+        self.asks.forget(sandbox.id)
         if self._attached.pop(sandbox.id, None) is not None:
             await self.egress.detach(sandbox.id)
 

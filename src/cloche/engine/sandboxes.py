@@ -57,6 +57,8 @@ class Sandbox:
         self._timers: list[asyncio.TimerHandle] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.workspace = workspace
+        self.granted: list[str] = []
+        """What somebody who was asked has let it reach, as rules."""
         self.trust: str | None = None
         """Where the bundle stands that has our authority in it; None where nothing of its TLS is looked into."""
         self.snapshot = spec.snapshot

@@ -18,7 +18,8 @@
   rule with them does. Until content is seen (`protocol` is one of `OPENING`) it is the other way round: the question is then
   whether anything could be allowed at all.
 * `host.cloche.internal` is the host's loopback: only an allow rule with that very name and a port reaches it.
-* `ask` is reserved: it refuses, and says that nobody could be asked.
+* `ask` refuses until somebody who was asked has granted it (`is_askable` says what may be asked about). Granting goes before
+  ask and after deny; addresses are judged afterwards as always.
 
 A decision costs microseconds: rules are indexed once by exact name, suffix and network length.
 """
@@ -137,6 +138,10 @@ class RuleSet(
     ask: tuple[Rule, ...] = ()
     resolve: dict[str, str] = {}
     """`host:port` → `address:port`: where that one is dialled, whatever the name service says."""
+    asks: bool = False
+    """Somebody wants to be asked about what no rule decides."""
+    granted: tuple[Rule, ...] = ()
+    """What somebody who was asked has allowed, for as long as the sandbox lives."""
 
     def __post_init__(self) -> None:
         for rule in self.allow:
@@ -152,6 +157,8 @@ class RuleSet(
         deny: Iterable[str | Rule | Mapping[str, Any]] = (),
         ask: Iterable[str | Rule | Mapping[str, Any]] = (),
         resolve: Mapping[str, str] | None = None,
+        asks: bool = False,
+        granted: Iterable[str | Rule | Mapping[str, Any]] = (),
     ) -> RuleSet:
         """From what users write: lines, tables or rules. A mistake raises `policy_invalid` and names the line."""
         return cls(
@@ -160,6 +167,8 @@ class RuleSet(
             deny=tuple(map(_rule, deny)),
             ask=tuple(map(_rule, ask)),
             resolve=dict(resolve or {}),
+            asks=asks,
+            granted=tuple(map(_rule, granted)),
         )
 
     @classmethod
@@ -182,6 +191,7 @@ class Index:
         self.allow = Lookup(rules.allow)
         self.deny = Lookup(rules.deny)
         self.ask = Lookup(rules.ask)
+        self.granted = Lookup(rules.granted)
         self.conditional = any(rule.is_conditional for rule in (*rules.allow, *rules.deny, *rules.ask))
 
 
@@ -251,7 +261,17 @@ def decide(rules: RuleSet, request: Request) -> Decision:
 
 def could_allow(rules: RuleSet, host: str) -> Decision:
     """Whether any request to this name might be allowed: what the name service asks before it gives an address."""
-    return decide(rules, Request(host, 0, "dns"))
+    decision = decide(rules, Request(host, 0, "dns"))
+    if is_askable(rules, decision):
+        return Decision("allow", decision.rule, decision.source, "ask")
+    return decision
+
+
+def is_askable(rules: RuleSet, decision: Decision) -> bool:
+    """Whether a person may turn this refusal: a rule says so, or no rule decides. Never what a rule or the house denies."""
+    if decision.allowed:
+        return False
+    return decision.reason == "ask" or (rules.asks and decision.reason in ("not_allowed", "port_not_allowed"))
 
 
 def check_address(rules: RuleSet, host: str, address: str, port: int, *, pinned: bool = False) -> Decision:
@@ -295,6 +315,8 @@ def asks_to_see(rules: RuleSet, host: str, port: int) -> bool:
 def denied_by_name(rules: RuleSet, host: str, port: int) -> Decision | None:
     """The refusal of a name by an explicit list, None if none has it: for names seen inside a connection to an address."""
     found = _listed(rules, Request(host, port, "tcp"), lambda lookup: lookup.of_name(host))
+    if found is not None and found.allowed:
+        return None
     return found or (_metadata(host) if host in names.METADATA_NAMES else None)
 
 
@@ -342,11 +364,14 @@ def _decide_address(rules: RuleSet, request: Request) -> Decision:
 
 
 def _listed(rules: RuleSet, request: Request, concerned: Any) -> Decision | None:
-    """The refusal by the deny or the ask list."""
+    """The refusal by the deny or the ask list; what was asked about and granted is allowed."""
     opening = request.protocol in OPENING
     for rule in concerned(rules.index.deny):
         if _meets(rule, request) in ((True,) if opening else (True, None)):
             return _denied(rule)
+    for rule in concerned(rules.index.granted):
+        if _meets(rule, request):
+            return Decision("allow", rule, "answer", "allowed")
     for rule in concerned(rules.index.ask):
         if _meets(rule, request) in ((True,) if opening else (True, None)):
             return Decision(
@@ -354,7 +379,7 @@ def _listed(rules: RuleSet, request: Request, concerned: Any) -> Decision | None
                 rule,
                 "policy.network.ask",
                 "ask",
-                f"the rule {str(rule)!r} wants a person to decide, and nobody can be asked here; allow or deny it",
+                f"the rule {str(rule)!r} wants a person to decide; give the sandbox somebody to ask, or allow or deny it",
             )
     return None
 

@@ -7,14 +7,15 @@ property, and `list` last in its class, because after it the name means the meth
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from cloche import errors, interfaces, model, rpc, settings
 from cloche.policy import Merged, Mode, Policy
-from cloche.sdk import connecting, portal
+from cloche.sdk import asking, connecting, portal
 
 if TYPE_CHECKING:
     from cloche import stock
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 Progress = Callable[[model.ImageProgress], object]
 """Called with every word about an image that is being made."""
+
+Asked = Callable[[model.Question], "model.Answer | Awaitable[model.Answer]"]
+"""Decides about a connection that no rule decides: "once", "sandbox", "always" or "deny"."""
 
 Timeout = float | None | Literal["default"]
 """Seconds, None for without end, or what the settings say."""
@@ -59,6 +63,7 @@ class Shape(TypedDict, total=False):
     deny: list[str] | None
     resolve: dict[str, str] | None
     secrets: list[str] | None
+    ask: Asked | None
     minimum_isolation: model.Level | None
     driver: str | None
     stay: bool
@@ -488,6 +493,7 @@ class AsyncSandbox(Handle):
         deny: list[str] | None = None,
         resolve: dict[str, str] | None = None,
         secrets: list[str] | None = None,
+        ask: Asked | None = None,
         minimum_isolation: model.Level | None = None,
         driver: str | None = None,
         stay: bool = False,
@@ -513,7 +519,13 @@ class AsyncSandbox(Handle):
             "minimum_isolation": minimum_isolation,
             "driver": driver,
             "labels": labels,
-            "policy": _policy(policy, network, allow=allow, deny=deny, resolve=resolve),
+            "policy": _policy(
+                policy,
+                _asking_mode(network, ask, profile, mode, policy),
+                allow=allow,
+                deny=deny,
+                resolve=resolve,
+            ),
             "secrets": secrets,
             "stay": stay,
             "snapshot": None if snapshot is None else _id_of(snapshot),
@@ -523,6 +535,7 @@ class AsyncSandbox(Handle):
         self._said = {field: value for field, value in said.items() if value is not None}
         self._said |= {field: value for field, value in times.items() if value != "default"}
         self._server = server
+        self._ask = ask
 
     @classmethod
     async def create(cls, **options: Unpack[Options]) -> AsyncSandbox:
@@ -558,6 +571,14 @@ class AsyncSandbox(Handle):
         home = portal.get()
         backend, info = await portal.bridge(_create(self._said, self._server, home), home)
         self._adopt(backend, home, info.id)
+        if self._ask is not None:
+            loop = asyncio.get_running_loop()
+            try:
+                await portal.bridge(asking.begin(backend, info.id, self._ask, loop), home)
+            except BaseException:
+                with suppress(errors.ClocheError):
+                    await self._do(backend.delete(info.id))
+                raise
         return self
 
     def _adopt(self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str) -> None:
@@ -915,6 +936,16 @@ def _policy(given: Policy | None, network: Mode | None, **lists: Any) -> dict[st
         elif isinstance(value, dict):
             said[field] = {**before.get(field, {}), **value}
     return {**whole, "network": {**before, **said}} if said else whole
+
+
+def _asking_mode(
+    network: Mode | None, ask: Asked | None, profile: str | None, mode: str | None, given: Policy | None
+) -> Mode | None:
+    """Who gives somebody to ask wants a network, unless something else was said about it."""
+    said = network is not None or mode is not None or profile == "permissive"
+    if ask is None or said or (given is not None and "mode" in given.fields.get("network", {})):
+        return network
+    return "rules"
 
 
 def _network(network: Mode | None, **lists: Any) -> dict[str, Any]:

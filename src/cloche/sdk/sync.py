@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 from cloche import model
 from cloche.policy import Merged, Mode, Policy
 from cloche.sdk import portal, sandboxes
-from cloche.sdk.sandboxes import Identified, Progress, Shape, Timeout
+from cloche.sdk.sandboxes import Asked, Identified, Progress, Shape, Timeout
 
 if TYPE_CHECKING:
     from cloche import stock
@@ -375,6 +375,7 @@ class Sandbox(Handle):
         deny: list[str] | None = None,
         resolve: dict[str, str] | None = None,
         secrets: list[str] | None = None,
+        ask: Asked | None = None,
         minimum_isolation: model.Level | None = None,
         driver: str | None = None,
         stay: bool = False,
@@ -406,6 +407,7 @@ class Sandbox(Handle):
                 deny=deny,
                 resolve=resolve,
                 secrets=secrets,
+                ask=ask,
                 minimum_isolation=minimum_isolation,
                 driver=driver,
                 stay=stay,

@@ -20,7 +20,7 @@ T = TypeVar("T")
 SCOPES: dict[str, str] = dict(
     pair
     for scope, methods in {
-        "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy snapshot restore fork "
+        "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy follow_asks answer_ask snapshot restore fork "
         "snapshots snapshot_info delete_snapshot diff_snapshots",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code "
         "interrupt_context restart_context delete_context fork_context",
@@ -28,7 +28,7 @@ SCOPES: dict[str, str] = dict(
         "upload_tree download_tree diff apply workspace_report",
         "pools": "template templates pool pools wait_pool claim claim_info claims release_claim",
         "events": "events follow_events",
-        "admin": "sweep put_template delete_template put_pool scale_pool delete_pool secrets set_secret remove_secret rotate_secrets_key images image pull_image build_image remove_image gc_images",
+        "admin": "sweep allow_always put_template delete_template put_pool scale_pool delete_pool secrets set_secret remove_secret rotate_secrets_key images image pull_image build_image remove_image gc_images",
     }.items()
     for pair in ((method, scope) for method in methods.split())
 )
