@@ -55,6 +55,28 @@ def test_a_run_through_a_keeper_loads_next_to_nothing(kept, words):
     assert len(loaded) <= 14, loaded
 
 
+UNUSED = {
+    "_posixsubprocess", "_ssl", "argparse", "ast", "dis", "lzma", "shutil", "tempfile", "tokenize", "typing_extensions",
+}  # fmt: skip
+
+
+def test_a_run_without_a_keeper_loads_nothing_that_it_does_not_use(bare):
+    """The first run in a state directory formats a disk and makes a skeleton; every other pays for its imports only."""
+    assert bare("run", "--", "true").returncode == 0
+    program = PROGRAM.format(path=[str(Path(__file__).parents[2] / "src")], words=["run", "--", "echo", "hi"])
+    ran = subprocess.run(
+        [sys.executable, "-I", "-c", program],
+        capture_output=True,
+        env=bare.environment,
+        timeout=50,
+        input=b"",
+    )
+    assert (ran.returncode, ran.stdout) == (0, b"hi\n")
+    loaded = set(ran.stderr.decode().split())
+    assert "cloche.drivers.beginning" in loaded
+    assert loaded & UNUSED == set()
+
+
 # ── the scan ───────────────────────────────────────────────────────────────────────────────────────
 
 

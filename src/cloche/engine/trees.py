@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 
 from cloche import errors
 
 
 def remove(path: str) -> None:
     """Remove what drivers kept: a few files of ours, never a tree that a sandbox shaped. What is gone is gone."""
+    import shutil  # every engine sweeps at its start, and few have anything to remove
+
     shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
         raise errors.error("internal_error", f"{path} could not be removed", hint="remove it by hand")
