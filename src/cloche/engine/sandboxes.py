@@ -207,16 +207,16 @@ class Sandbox:
         """Those that began long ago, and of the others all but the last. It runs with every start, so oldest first."""
         horizon = time.time() - self._limits.log_linger_s
         excess = len(self.executions) - len(self._unfinished) - _MOST_FINISHED
-        oldest = next(iter(self.executions.values()), None)
-        if oldest is None or (excess <= 0 and oldest.started_at >= horizon):
-            return
-        for old in list(self.executions.values()):
+        forgotten = []
+        for old in self.executions.values():
             if excess <= 0 and old.started_at >= horizon:
-                return
+                break
             if not old.running:
-                old.close()
-                del self.executions[old.id]
+                forgotten.append(old)
                 excess -= 1
+        for old in forgotten:
+            old.close()
+            del self.executions[old.id]
 
     def _denied(self, leader: int, denial: model.Denial) -> None:
         running = [e for e in self.executions.values() if e.running]
