@@ -40,6 +40,7 @@ _OWNER_CAPS = sum(
     for cap in (syscalls.CAP_CHOWN, syscalls.CAP_DAC_OVERRIDE, syscalls.CAP_FOWNER, syscalls.CAP_FSETID)
 )
 RANGE = 65536
+_LEFT = ("mnt", "net")
 SYSTEM = 1000  # ids below are the system's own, above are people's
 USER = 1000
 
@@ -54,6 +55,8 @@ class Launcher:
         self.blanks: list[namespaces.Blank] = []
         self.children: dict[int, tuple[str, int]] = {}  # pid → sandbox id, slot
         self.groups: dict[int, list[str]] = {}  # pid → the files by which it joined its groups
+        self.doors: dict[int, _socket.socket] = {}  # pid → where a rootless sandbox has left its namespaces
+        self.spaces: dict[int, dict[str, int]] = {}  # pid → those that have been taken from there
         self.own_pidns = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.own_netns = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self.stage = mounts.make_stage(str(config["stage"]))
@@ -139,18 +142,35 @@ class Launcher:
         """Mount something into a sandbox that runs already: a helper takes the trees here, where their sources are
         visible, enters the sandbox's mount namespace, and places them."""
         found = [pid for pid, (sandbox, _) in self.children.items() if sandbox == message["id"]]
-        if found and os.fork() == 0:
+        if not found:
+            return
+        space = self.space_of(found[0], "mnt")
+        if os.fork() == 0:
             try:
-                self.mount_into(found[0], message)
+                self.mount_into(found[0], space, message)
             finally:
                 os._exit(0)  # what failed shows in the sandbox's mountinfo, which the engine watches
+        os.close(space)
 
-    def mount_into(self, pid: int, message: "dict[str, object]") -> None:
+    def space_of(self, pid: int, kind: str) -> int:
+        """A namespace of a sandbox, as a descriptor. Without privilege it could not be opened by name, because an agent
+        cannot be looked into (it is not dumpable); so it leaves them at the door while it still can."""
+        if not self.rootless:
+            return os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+        if pid in self.doors:
+            door = self.doors.pop(pid)
+            received = wire.receive(door)
+            door.close()
+            self.spaces[pid] = dict(zip(_LEFT, received[1] if received is not None else (), strict=False))
+        if kind not in self.spaces.get(pid, ()):
+            raise ProcessLookupError(errno.ESRCH, "the sandbox has ended")
+        return os.dup(self.spaces[pid][kind])
+
+    def mount_into(self, pid: int, space: int, message: "dict[str, object]") -> None:
         first = self.first_uid + self.children[pid][1] * RANGE
         ids = (USER, USER) if self.rootless else (first, first)
         builder = mounts.Builder(self.stage, user_fd=-1, rootless=self.rootless, ids=ids)
         builder.owner_fd = self.make_owner_map(message, builder, "/proc")
-        space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         steps: list[mounts.Step] = message["steps"]  # type: ignore[assignment]
         masks = {"file": self.stage.masked_file, "directory": self.stage.masked_dir}
         trees = [
@@ -185,7 +205,7 @@ class Launcher:
         made.close()
 
     def capture_in(self, pid: int) -> capture.Capture:
-        space = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        space = self.space_of(pid, "net")
         try:
             syscalls.setns(space, syscalls.CLONE_NEWNET)
             return capture.prepare()
@@ -229,10 +249,14 @@ class Launcher:
         # SAFETY: only the next child enters the new pid namespace; the launcher goes back to its own at once, else its
         # later children would share one. tests/drivers/test_launcher.py::test_sandboxes_do_not_share_a_pid_namespace
         syscalls.unshare(syscalls.CLONE_NEWPID)
+        ours, theirs = _door() if self.rootless else (None, None)
         pid = os.fork()
         if pid == 0:
-            self.birth(message, fds[0], blank)
+            self.birth(message, fds[0], blank, theirs)
         syscalls.setns(self.own_pidns, syscalls.CLONE_NEWPID)
+        if ours is not None and theirs is not None:
+            theirs.close()
+            self.doors[pid] = ours
         wire.close_all([blank.user_fd, blank.net_fd])
         self.children[pid] = (sandbox, blank.slot)
         self.groups[pid] = message["cgroups"]  # type: ignore[assignment]
@@ -258,17 +282,30 @@ class Launcher:
             if pid in self.children:
                 sandbox, slot = self.children.pop(pid)
                 self.groups.pop(pid, None)
+                self.forget(pid)
                 self.free.append(slot)
                 self.tell({"died": sandbox, "status": status})
 
+    def forget(self, pid: int) -> None:
+        wire.close_all(list(self.spaces.pop(pid, {}).values()))
+        door = self.doors.pop(pid, None)
+        if door is not None:
+            door.close()
+
     # ── in the child ────────────────────────────────────────────────────────────────────────────
 
-    def birth(self, message: "dict[str, object]", link_fd: int, blank: namespaces.Blank) -> None:
+    def birth(
+        self,
+        message: "dict[str, object]",
+        link_fd: int,
+        blank: namespaces.Blank,
+        door: "_socket.socket | None",
+    ) -> None:
         """Become a sandbox. Whatever fails is told to the engine with the step that failed; nothing half-made runs."""
         status = 1
         link = _socket.socket(fileno=os.dup(link_fd))
         try:
-            builder = self.gestate(message, link, blank)
+            builder = self.gestate(message, link, blank, door)
             received = wire.receive(link)
             if received is not None:
                 self.become(received[0], received[1], link, builder)
@@ -281,7 +318,11 @@ class Launcher:
             os._exit(status)
 
     def gestate(
-        self, message: "dict[str, object]", link: _socket.socket, blank: namespaces.Blank
+        self,
+        message: "dict[str, object]",
+        link: _socket.socket,
+        blank: namespaces.Blank,
+        door: "_socket.socket | None",
     ) -> mounts.Builder:
         """The part that does not depend on who will ask: cgroup, namespaces, /proc, and a disk and root of the shape that
         was asked for last. Joining a cgroup waits for the whole kernel (RCU), several milliseconds, so this happens
@@ -289,10 +330,13 @@ class Launcher:
         _signal.set_wakeup_fd(-1)
         syscalls.prctl(syscalls.PR_SET_NAME, b"cloche-guest")
         _join(message["cgroups"])  # type: ignore[arg-type]
-        _keep_only(link.fileno(), blank.user_fd, blank.net_fd, blank.lower_fd, self.bounds.sysctl)
+        kept = -1 if door is None else door.fileno()
+        _keep_only(link.fileno(), blank.user_fd, blank.net_fd, blank.lower_fd, self.bounds.sysctl, kept)
         syscalls.setns(blank.net_fd, syscalls.CLONE_NEWNET)
         os.close(blank.net_fd)
         syscalls.unshare(_UNSHARED)
+        if door is not None:
+            _leave_at(door)
         _socket.sethostname("cloche")
         first = self.first_uid + blank.slot * RANGE
         ids = (USER, USER) if self.rootless else (first, first)
@@ -407,6 +451,18 @@ class Launcher:
             landlock.restrict(rules, abi=self.landlock_abi)
         listener = seccomp.load(filter_, listener=True)
         return -1 if listener is None else listener
+
+
+def _door() -> "tuple[_socket.socket, _socket.socket]":
+    return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
+
+
+def _leave_at(door: _socket.socket) -> None:
+    """Give the launcher what it will need to come back in."""
+    spaces = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in _LEFT]
+    wire.send(door, {}, spaces)
+    wire.close_all(spaces)
+    door.close()
 
 
 def _join(paths: "list[str]") -> None:
