@@ -265,6 +265,26 @@ def test_a_killed_proxy_is_replaced_and_the_command_is_told(server):
         assert (later.stdout, later.faults) == ("hello from /later\n", ())
 
 
+def test_a_proxy_killed_again_and_again_lets_nothing_through_and_comes_back(server):
+    with cloche.Sandbox(allow=["good.test"], resolve=led(server, "good.test", "bad.test")) as box:
+        busy = box.start(
+            "while [ ! -e enough ]; do curl -s -m 20 http://good.test/load >/dev/null; curl -s -m 20 http://bad.test/bad >/dev/null; done"
+        )
+        for _ in range(5):
+            pid = until(egress_pid)
+            asked = len(server.requests)
+            until(lambda asked=asked: len(server.requests) > asked)
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pid=pid: egress_pid() not in (0, pid), 60)
+        box.files.write("enough", "")
+        result = busy.wait()
+        assert result.faults
+        assert ("GET", "/bad", "bad.test") not in server.requests
+        after = box.exec("curl -sS http://good.test/after; curl -sS http://bad.test/")
+        assert after.stdout.startswith("hello from /after\nnetwork denied: bad.test:80")
+        assert after.faults == ()
+
+
 def test_with_no_proxy_there_is_no_sandbox(tmp_path):
     from cloche.egress import outlet
 

@@ -82,6 +82,15 @@ def test_an_example_runs(number):
                 value(box)
 
 
+def test_the_guide_to_the_network_runs_from_top_to_end():
+    text = (ROOT / "docs/guides/network.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(examples) >= 7
+    names: dict[str, Any] = {}
+    for number, example in enumerate(examples):
+        exec(compile(example, f"network.md, example {number}", "exec"), names)
+
+
 def test_there_are_expectations_for_every_program():
     assert {program.stem for program in PROGRAMS} == set(EXPECTED)
 
