@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         AsyncProcess,
         AsyncSandbox,
         AsyncSnapshot,
+        AsyncVolume,
     )
     from cloche.sdk.sync import (
         Context,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         Process,
         Sandbox,
         Snapshot,
+        Volume,
         run,
     )
     from cloche.sdk.sync_pools import (
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
         Requirements,
         SnapshotInfo,
         TemplateInfo,
+        VolumeInfo,
     )
 
 __version__ = "0.1.0"
@@ -82,6 +85,7 @@ __all__ = [
     "AsyncProcess",
     "AsyncSandbox",
     "AsyncSnapshot",
+    "AsyncVolume",
     "CapacityExceeded",
     "ClaimInfo",
     "ClocheError",
@@ -126,6 +130,8 @@ __all__ = [
     "Template",
     "TemplateInfo",
     "Truncated",
+    "Volume",
+    "VolumeInfo",
     "put_template",
     "run",
 ]
@@ -141,10 +147,10 @@ _HOMES = {
     ),
     "cloche.policy": "Policy",
     "cloche.sdk.pools": "AsyncPool Template",
-    "cloche.sdk.sandboxes": "AsyncContext AsyncImage AsyncProcess AsyncSandbox AsyncSnapshot",
-    "cloche.sdk.sync": "Context Image Process Sandbox Snapshot run",
+    "cloche.sdk.sandboxes": "AsyncContext AsyncImage AsyncProcess AsyncSandbox AsyncSnapshot AsyncVolume",
+    "cloche.sdk.sync": "Context Image Process Sandbox Snapshot Volume run",
     "cloche.sdk.sync_pools": "Pool put_template",
-    "cloche.stock": "ClaimInfo PoolInfo Requirements SnapshotInfo TemplateInfo",
+    "cloche.stock": "ClaimInfo PoolInfo Requirements SnapshotInfo TemplateInfo VolumeInfo",
 }
 
 

@@ -455,6 +455,11 @@ class Machine(ABC):
             hint="snapshots, forks and archives need the driver `namespaces`",
         )
 
+    async def attach_volume(self, directory: str, target: str, *, read_only: bool) -> None:
+        """Show a volume (`Driver.make_volume`) at a directory inside, now and until the machine ends. Several readers or
+        one writer: `volume_in_use` otherwise. A link on the way to `target` is refused, a missing directory made."""
+        raise _no_volumes(self.isolation.driver)
+
     @abstractmethod
     async def kill(self, reason: str) -> None:
         """End everything and wait until nothing is left: no process, mount, cgroup or file. Twice is harmless."""
@@ -497,6 +502,22 @@ class Driver(ABC):
             f"the driver {self.name!r} cannot start a sandbox with files that were kept",
             hint="snapshots, forks and archives need the driver `namespaces`",
         )
+
+    async def make_volume(self, directory: str, size_mib: int) -> model.Limit:
+        """Make an empty volume in an empty directory of ours; how its size is held."""
+        raise _no_volumes(self.name)
+
+    async def volume_used(self, directory: str) -> int:
+        """The bytes that a volume takes."""
+        raise _no_volumes(self.name)
+
+    async def check_volume(self, directory: str) -> None:
+        """`volume_in_use` where a sandbox has it, in whatever engine."""
+        raise _no_volumes(self.name)
+
+    async def remove_volume(self, directory: str) -> None:
+        """Remove what `make_volume` made, and what was put into it."""
+        raise _no_volumes(self.name)
 
     async def compare(self, kept: str, other: str) -> list[model.FileChange]:
         """What differs between the files kept in two directories, going from the first to the second."""
@@ -563,6 +584,14 @@ class Secrets(ABC):
     @abstractmethod
     def grants(self, names: Iterable[str], sandbox_id: str) -> Grants:
         """New placeholders for one sandbox; raises `secret_not_found`, and `secrets_locked` without the key."""
+
+
+def _no_volumes(driver: str) -> errors.ClocheError:
+    return errors.error(
+        "not_supported_by_driver",
+        f"the driver {driver!r} has no volumes",
+        hint="volumes need the driver `namespaces`",
+    )
 
 
 class Backend(ABC):
@@ -834,6 +863,20 @@ class Backend(ABC):
         """What became of the files of one snapshot in another."""
 
     @abstractmethod
+    async def create_volume(self, spec: stock.VolumeSpec) -> stock.VolumeInfo:
+        """The same name and body is the same volume; another body is `name_conflict`."""
+
+    @abstractmethod
+    async def volumes(self) -> builtins.list[stock.VolumeInfo]: ...
+
+    @abstractmethod
+    async def volume(self, volume: str) -> stock.VolumeInfo: ...
+
+    @abstractmethod
+    async def delete_volume(self, volume: str) -> None:
+        """`volume_in_use` while a sandbox has it."""
+
+    @abstractmethod
     async def usage(self, sandbox: str) -> model.SandboxUsage: ...
 
     @abstractmethod
@@ -895,6 +938,16 @@ class Store(ABC):
 
     @abstractmethod
     def delete_snapshot(self, snapshot: str) -> None: ...
+
+    @abstractmethod
+    def put_volume(self, info: stock.VolumeInfo) -> None:
+        """Insert; a volume of that name is `name_conflict`."""
+
+    @abstractmethod
+    def volumes(self) -> list[stock.VolumeInfo]: ...
+
+    @abstractmethod
+    def delete_volume(self, name: str) -> None: ...
 
     @abstractmethod
     def mark_lost(self, owner_alive: Callable[[str], bool], now: float) -> list[model.SandboxInfo]:

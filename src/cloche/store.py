@@ -348,6 +348,22 @@ class Store(interfaces.Store):
 
         return self._load(raw, getattr(stock, noun))
 
+    # ── volumes ────────────────────────────────────────────────────────────────────────────────
+
+    def put_volume(self, info: stock.VolumeInfo) -> None:
+        with self._transaction("put_volume", f"there is a volume {info.spec.name!r} already") as db:
+            db.execute("INSERT INTO volumes (name, info) VALUES (?, ?)", (info.spec.name, _dump(info)))
+
+    def volumes(self) -> list[stock.VolumeInfo]:
+        from cloche import stock
+
+        rows = self._query("SELECT info FROM volumes ORDER BY name")
+        return [self._load(info, stock.VolumeInfo) for (info,) in rows]
+
+    def delete_volume(self, name: str) -> None:
+        with self._transaction("delete_volume") as db:
+            db.execute("DELETE FROM volumes WHERE name = ?", (name,))
+
     # ── journal ────────────────────────────────────────────────────────────────────────────────
 
     def append_event(self, kind: str, sandbox: str | None, time: float, data: dict[str, Any]) -> int:
@@ -518,7 +534,7 @@ class Store(interfaces.Store):
             yield
         except sqlite3.Error as problem:
             code = getattr(problem, "sqlite_errorcode", 0)  # misuse of the module itself has none
-            if code == sqlite3.SQLITE_CONSTRAINT_UNIQUE:
+            if code in (sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY):
                 raise errors.error(
                     "name_conflict", conflict, hint="delete it first, or choose another"
                 ) from problem

@@ -38,6 +38,7 @@ def methods():
         sync.Context,
         sync.Contexts,
         sync.Snapshot,
+        sync.Volume,
         sync.Image,
         sync_pools.Pool,
     )

@@ -69,13 +69,27 @@ def _close(*fds: int) -> None:
 # --- helpers ------------------------------------------------------------------------------------------------
 
 
-def help(message: "dict[str, Any]", fds: "list[int]") -> None:
+class Inside:
+    """A running sandbox, as the launcher knows it."""
+
+    def __init__(self, pid: int, first_id: int, rootless: bool, stage: str) -> None:
+        self.pid = pid
+        self.first_id = first_id
+        self.rootless = rootless
+        self.stage = stage
+
+
+def help(message: "dict[str, Any]", fds: "list[int]", inside: "Inside | None" = None) -> None:
     """Do one thing in a process of its own, which may take its time; the answer goes to the first descriptor, and its end
     says that there is none to come."""
     if os.fork():
         return
     try:
-        answer = _ACTS[message["act"]](message, fds[1:])
+        answer = (
+            _attach(message, fds[1:], inside)
+            if message["act"] == "attach"
+            else _ACTS[message["act"]](message, fds[1:])
+        )
     except OSError as problem:
         answer = {"errno": problem.errno, "reason": problem.strerror or str(problem)}
     except BaseException as problem:
@@ -144,4 +158,89 @@ def _state(opened: "list[int]", name: str, bases: "list[int]") -> "comparing.Nod
     return state
 
 
-_ACTS = {"pack": _pack, "diff": _diff}
+def _measure(_message: "dict[str, Any]", fds: "list[int]") -> "dict[str, Any]":
+    from cloche.linux import trees
+
+    seen = set()
+    size = 0
+    for entry, _ in trees.walk(fds[0]):
+        if entry["kind"] == "f" and entry["ino"] not in seen:
+            seen.add(entry["ino"])
+            size += entry["size"]
+    return {"size": size}
+
+
+def _attach(message: "dict[str, Any]", fds: "list[int]", inside: "Inside | None") -> "dict[str, Any]":
+    """Mount a volume into a sandbox that runs already."""
+    if inside is None:
+        raise ProcessLookupError(3, "the sandbox has ended")
+    space = os.open(f"/proc/{inside.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    users = -1 if inside.rootless else os.open(f"/proc/{inside.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    source = message["source"]
+    if message["image"]:
+        source = inside.stage + "/disk"
+        held, device = loops.attach(fds[0])
+        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | (syscalls.MS_RDONLY if message["read_only"] else 0)
+        # SAFETY: only the kernel ever wrote to it; nobody inside has the blocks. tests/engine/test_volumes.py
+        syscalls.mount(device, source, "ext4", flags, "" if message["read_only"] else "discard")
+        os.close(held)
+        if not message["read_only"] and os.path.isdir(source + "/lost+found"):
+            os.rmdir(source + "/lost+found")
+    attributes = syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
+    attributes |= syscalls.MOUNT_ATTR_RDONLY if message["read_only"] else 0
+    attributes |= syscalls.MOUNT_ATTR_IDMAP if users >= 0 and message["image"] else 0
+    tree = syscalls.open_tree(
+        syscalls.AT_FDCWD, source, syscalls.OPEN_TREE_CLONE | syscalls.AT_SYMLINK_NOFOLLOW
+    )
+    syscalls.mount_setattr(
+        tree, "", syscalls.AT_EMPTY_PATH, set_attributes=attributes, userns_fd=max(users, 0)
+    )
+    syscalls.setns(space, syscalls.CLONE_NEWNS)
+    target = _make_way(message["target"], inside)
+    syscalls.move_mount(
+        tree, "", target, "", syscalls.MOVE_MOUNT_F_EMPTY_PATH | syscalls.MOVE_MOUNT_T_EMPTY_PATH
+    )
+    return {}
+
+
+def _make_way(path: str, inside: Inside) -> int:
+    """A directory in the sandbox, made where it is missing, one name after the other and no link followed.
+
+    What runs there may swap names meanwhile. SAFETY: each step is taken from the directory before it, so whatever it does
+    leads to a place of its own. tests/engine/test_volumes.py::test_a_target_behind_a_link_is_refused
+    """
+    here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    for name in path.strip("/").split("/"):
+        try:
+            there = _enter(here, name)
+        except FileNotFoundError:
+            _make_directory(here, name, inside)
+            there = _enter(here, name)
+        os.close(here)
+        here = there
+    return here
+
+
+def _make_directory(here: int, name: str, inside: Inside) -> None:
+    """As whoever owns the directory that it is made in, if that is one of the sandbox's; by the rights of that one alone."""
+    if inside.rootless:
+        os.mkdir(name, 0o755, dir_fd=here)
+        return
+    info = os.fstat(here)
+    ids = range(inside.first_id, inside.first_id + RANGE)
+    syscalls.setfsgid(info.st_gid if info.st_gid in ids else inside.first_id)
+    syscalls.setfsuid(info.st_uid if info.st_uid in ids else inside.first_id)
+    try:
+        os.mkdir(name, 0o755, dir_fd=here)
+    finally:
+        syscalls.setfsuid(0)
+        syscalls.setfsgid(0)
+
+
+def _enter(here: int, name: str) -> int:
+    strict = syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_MAGICLINKS | syscalls.RESOLVE_BENEATH
+    return syscalls.openat2(here, name, os.O_PATH | os.O_DIRECTORY, resolve=strict)
+
+
+_ACTS = {"pack": _pack, "diff": _diff, "measure": _measure}

@@ -131,12 +131,20 @@ class Launcher:
             elif message["op"] == "capture":
                 self.open_network(message)
             elif message["op"] == "help":
-                entering.help(message, fds)
+                entering.help(message, fds, self.inside(message))
             elif message["op"] == "slots":
                 self.free[:0] = message["slots"]  # type: ignore[call-overload]
         finally:
             wire.close_all(fds)
         return True
+
+    def inside(self, message: "dict[str, object]") -> "entering.Inside | None":
+        """The sandbox that a helper is to enter."""
+        for pid, (sandbox, slot) in self.children.items():
+            if sandbox == message.get("id"):
+                first = self.first_uid + slot * RANGE
+                return entering.Inside(pid, first, self.rootless, self.stage.path)
+        return None
 
     def mount(self, message: "dict[str, object]") -> None:
         """Mount something into a sandbox that runs already: a helper takes the trees here, where their sources are

@@ -8,6 +8,7 @@ sweeping.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections import deque
@@ -406,6 +407,35 @@ class NamespacesDriver(interfaces.Driver):
         """Have the sockets made by which a running sandbox reaches the egress process; `captured` is told."""
         wire.send(self._link, {"op": "capture", "id": key})
 
+    async def make_volume(self, directory: str, size_mib: int) -> model.Limit:
+        from cloche.drivers import volumes
+
+        return await asyncio.to_thread(volumes.make, directory, size_mib, loop=self.facts.loop_disks)
+
+    async def volume_used(self, directory: str) -> int:
+        from cloche.drivers import volumes
+
+        known = volumes.used(directory)
+        if known is not None:
+            return known
+        top = os.open(f"{directory}/{volumes.DATA}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            answer = await self.help({"act": "measure"}, [top])
+        finally:
+            os.close(top)
+        keeping.check_answer(answer, directory)
+        return int(answer["size"])
+
+    async def check_volume(self, directory: str) -> None:
+        from cloche.drivers import volumes
+
+        volumes.hold(directory, read_only=False).close()
+
+    async def remove_volume(self, directory: str) -> None:
+        from cloche.drivers import volumes
+
+        await asyncio.to_thread(volumes.remove, directory)
+
     async def help(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """Have something done by a helper of the launcher, and wait for its answer."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -444,6 +474,7 @@ class NamespacesMachine(holding.HeldMachine):
         self._mounts: watching.Mounts | None = None
         self._capturing: asyncio.Future[interfaces.Capture] | None = None
         self._stack = keeping.Stack()
+        self._held: list[int] = []  # locks of volumes that no mount holds
         self._own: keeping.Image | None = None
 
     def born(self, pidfd: int) -> None:
@@ -547,6 +578,27 @@ class NamespacesMachine(holding.HeldMachine):
             wire.close_all([disk, image, *(b.fd for b in below)])
         return interfaces.Saved(kept.size, kept.files)
 
+    async def attach_volume(self, directory: str, target: str, *, read_only: bool) -> None:
+        from cloche.drivers import volumes
+
+        held = volumes.hold(directory, read_only=read_only)
+        message = {
+            "act": "attach", "id": self.key, "source": held.path, "image": held.image, "target": target,
+            "read_only": read_only,
+        }  # fmt: skip
+        try:
+            answer = await self._driver.help(message, [held.fd])
+            if "errno" in answer:
+                raise _attach_error(answer, target)
+            held.settle(read_only=read_only)
+        except BaseException:
+            held.close()
+            raise
+        if held.image:
+            held.close()  # the mount has it
+        else:
+            self._held.append(held.fd)
+
     async def _save_pack(self, directory: str) -> interfaces.Saved:
         writing = keeping.open_pack(directory)
         try:
@@ -566,9 +618,9 @@ class NamespacesMachine(holding.HeldMachine):
         return interfaces.Saved(kept.size, kept.files)
 
     def _let_go_of_disk(self) -> None:
-        below = self._stack.below
-        self._stack = self._stack._replace(below=())
-        wire.close_all([b.fd for b in below])
+        below, held = self._stack.below, self._held
+        self._stack, self._held = self._stack._replace(below=()), []
+        wire.close_all([*(b.fd for b in below), *held])
         super()._let_go_of_disk()
 
     async def kill(self, reason: str) -> None:
@@ -611,6 +663,20 @@ class NamespacesMachine(holding.HeldMachine):
             os.close(self._pidfd)
             self._pidfd = -1
         self._remove_group()
+
+
+def _attach_error(answer: dict[str, Any], target: str) -> errors.ClocheError:
+    code, hint = {
+        errno.ELOOP: ("path_loop", "name the directory that the link leads to"),
+        errno.ENOTDIR: ("not_directory", "choose a directory, or a path that is not there yet"),
+        errno.EROFS: (
+            "path_invalid",
+            "with a read-only root choose a place below /workspace, /home/user or /tmp",
+        ),
+        errno.EACCES: ("permission_denied", "choose another place"),
+        errno.ESRCH: ("sandbox_lost", "create another sandbox"),
+    }.get(answer["errno"], ("sandbox_create_failed", "run `cloche doctor`"))
+    return errors.error(code, f"a volume cannot be attached at {target!r}: {answer['reason']}", hint=hint)
 
 
 def _read_all(fd: int) -> bytes:

@@ -36,6 +36,7 @@ from cloche.lifecycle import suspending
 if TYPE_CHECKING:
     from cloche import stock
     from cloche.engine import archiving, snapshots, stocking
+    from cloche.engine import volumes as volume_shelf
 
 SUSPENSIONS = ("pause", "hibernate", "archive")
 _MOST_FORKS = 1000
@@ -141,6 +142,8 @@ class Engine(interfaces.Backend):
         spec = wanted.spec
         if spec.full_name is not None and spec.full_name not in self._names:
             self._adopt(spec.full_name)
+        if spec.volumes and spec.full_name not in self._names:
+            await self._volumes.check(spec.volumes)
         while spec.full_name is not None and spec.full_name in self._names:
             if spec.full_name not in self._coming:
                 return self._same(asked)
@@ -247,6 +250,8 @@ class Engine(interfaces.Backend):
 
     async def _get_ready(self, made: sandboxes.Sandbox, given: network.Bound, *, ahead: bool) -> None:
         await self._connect(made, given)
+        if made.spec.volumes:
+            await self._volumes.attach(made, made.spec.volumes)
         if ahead and self.settings.guest.prestart_contexts:
             for language in made.spec.contexts:
                 await made.context(None, language)
@@ -266,6 +271,10 @@ class Engine(interfaces.Backend):
         work = [made.bind(spec, {**given.env, **spec.env}, files)]
         if rules.network != before or given.credentials is not None:
             work.append(self._networks.rebind(made, given))
+        more = {path: mount for path, mount in spec.volumes.items() if path not in made.spec.volumes}
+        if more:
+            await self._volumes.check(more)
+            work.append(self._volumes.attach(made, more))
         try:
             await asyncio.gather(*work)
         finally:
@@ -312,6 +321,7 @@ class Engine(interfaces.Backend):
         self._sandboxes.pop(made.id, None)
         self._networks.forgo(made.machine)
         await made.machine.kill(words)
+        self._let_go(made)
         made.close()
         await self._networks.detach(made)
         if made.workspace is not None:
@@ -612,6 +622,7 @@ class Engine(interfaces.Backend):
         found.revive = self._revive
         await self._networks.detach(found)
         await before.kill("the sandbox was archived")
+        self._let_go(found)
         return True
 
     async def _revive(self, found: sandboxes.Sandbox) -> None:
@@ -740,7 +751,8 @@ class Engine(interfaces.Backend):
         return found.info(server=self.where, owner=self.owner)
 
     async def _renew(self, found: sandboxes.Sandbox, kept: str, reason: str) -> None:
-        """Another machine for a sandbox, with files that were kept. The one before ends when the new one is there."""
+        """Another machine for a sandbox, with files that were kept. The one before ends when the new one is there; if an
+        archived sandbox cannot get all that it had, it stays archived."""
         given = await self._networks.bind(found.spec, found.rules, found.id)
         try:
             spec = msgspec.structs.replace(found.spec, env={**given.env, **found.spec.env})
@@ -748,15 +760,26 @@ class Engine(interfaces.Backend):
             if found.phase == "lost":  # meanwhile
                 await machine.kill("the sandbox was lost")
                 raise errors.error("sandbox_lost", f"sandbox {found.id} has ended: {found.reason}")
+            archived = found.phase == "archived"
             before = found.exchange(machine)
-            self._follow(found)
             await before.kill(reason)
             await self._networks.detach(found)
+            self._let_go(found)
             try:
                 await self._connect(found, given)
+                if found.spec.volumes:
+                    await self._volumes.attach(found, found.spec.volumes)
             except BaseException:
-                await machine.kill("its network could not be made")
+                if archived:
+                    found.exchange(before)
+                    found.phase = "archived"
+                    self._let_go(found)
+                    await self._networks.detach(found)
+                await machine.kill("it could not get all that it had")
+                if not archived:
+                    self._follow(found)  # it is lost
                 raise
+            self._follow(found)
         finally:
             given.close()
 
@@ -815,6 +838,46 @@ class Engine(interfaces.Backend):
         one, two = await self._shelf.find(snapshot), await self._shelf.find(other)
         driver = await self._placement.choose(one.spec.minimum_isolation, one.spec.driver)
         return await driver.compare(self._shelf.place(one.id), self._shelf.place(two.id))
+
+    # ── volumes ─────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def _volumes(self) -> volume_shelf.Volumes:
+        from cloche.engine import volumes as volume_shelf
+
+        return volume_shelf.Volumes(
+            self._directory, self._store, self._clock, self.owner, reaping.owner_lives
+        )
+
+    def _let_go(self, sandbox: sandboxes.Sandbox) -> None:
+        """Its volumes are free again."""
+        if "_volumes" in self.__dict__:  # most engines never have any
+            self._volumes.detach(sandbox.id)
+
+    async def _keeper_of_volumes(self) -> interfaces.Driver:
+        return await self._placement.choose("namespaces")
+
+    async def create_volume(self, spec: stock.VolumeSpec) -> stock.VolumeInfo:
+        info = await self._volumes.create(spec, await self._keeper_of_volumes())
+        self._volume_changed(spec.name, "created")
+        return info
+
+    async def volumes(self) -> builtins.list[stock.VolumeInfo]:
+        return await self._volumes.list(await self._keeper_of_volumes())
+
+    async def volume(self, volume: str) -> stock.VolumeInfo:
+        return await self._volumes.find(volume, await self._keeper_of_volumes())
+
+    async def delete_volume(self, volume: str) -> None:
+        await self._volumes.delete(volume, await self._keeper_of_volumes())
+        self._volume_changed(volume, "deleted")
+
+    def _volume_changed(self, name: str, change: Literal["created", "deleted"]) -> None:
+        self._journal.append(
+            events.VolumeChanged(
+                sandbox=None, time=self._clock.time(), actor=self._actor, name=name, change=change
+            )
+        )
 
     async def usage(self, sandbox: str) -> model.SandboxUsage:
         return model.SandboxUsage(**self._find(sandbox).machine.usage()._asdict())
@@ -954,6 +1017,7 @@ class Engine(interfaces.Backend):
         if before == "archived":
             await self._archive.forget(sandbox.id)
         await sandbox.machine.kill(words)
+        self._let_go(sandbox)
         sandbox.close()
         await self._networks.detach(sandbox)
         await self._give_back(sandbox)
@@ -971,6 +1035,7 @@ class Engine(interfaces.Backend):
             return
         reason = future.result()
         sandbox.phase, sandbox.reason = "lost", reason
+        self._let_go(sandbox)
         self._forget(sandbox, reason)
         if self._stocked is not None:
             self._stocked.claims.ended(sandbox.id, "lost", reason)
@@ -1360,7 +1425,7 @@ class Engine(interfaces.Backend):
         for driver in self._placement.started:
             swept += await asyncio.to_thread(driver.sweep, set())
         swept += await asyncio.to_thread(self._workspaces.sweep)
-        swept += await self._shelf.sweep() + await self._sweep_archive()
+        swept += await self._shelf.sweep() + await self._sweep_archive() + await self._volumes.sweep()
         await asyncio.to_thread(self._store.settle_claims, reaping.owner_lives, self._clock.time())
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
         for info in lost:

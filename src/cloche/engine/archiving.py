@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from cloche import errors, interfaces, model
+from cloche import crash, errors, interfaces, model
 from cloche.engine import trees
 
 _MAKER = "maker"
@@ -127,14 +127,18 @@ class Archive:
             for name in os.listdir(draft):
                 _flush(os.path.join(draft, name))
             _flush(draft)
+            crash.point("archive_files:before")
             os.rename(draft, place)
             _flush(self._directory)
+            crash.point("archive_files:after")
         except OSError as problem:
             raise trees.told(problem, draft) from None
 
     async def forget(self, sandbox: str) -> None:
         """The files are not needed any more."""
+        crash.point("remove_archive_files:before")
         await asyncio.to_thread(trees.remove, self.place(sandbox))
+        crash.point("remove_archive_files:after")
 
     # ── what earlier engines left ───────────────────────────────────────────────────────────────
 

@@ -40,6 +40,8 @@ EXEMPT = frozenset(
         "stat_file",
         "suspend",
         "sweep",
+        "volume",
+        "volumes",
         "template",
         "templates",
         "usage",

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import msgspec
 
-from cloche import errors, interfaces, model, stock
+from cloche import crash, errors, interfaces, model, stock
 from cloche.engine import trees
 
 _MAKER = "maker"
@@ -76,7 +76,9 @@ class Shelf:
         try:
             await asyncio.to_thread(self._make_draft, draft)
             saved = await machine.save(draft)
+            crash.point("snapshot_files:before")
             os.rename(draft, self.place(snapshot))
+            crash.point("snapshot_files:after")
         except BaseException:
             await asyncio.to_thread(trees.remove, draft)
             raise
@@ -128,7 +130,9 @@ class Shelf:
         """Sandboxes that started from it keep their files."""
         info = await self.find(snapshot)
         await asyncio.to_thread(self._store.delete_snapshot, info.id)
+        crash.point("remove_snapshot_files:before")
         await asyncio.to_thread(trees.remove, self.place(info.id))
+        crash.point("remove_snapshot_files:after")
         return info
 
     async def sweep(self) -> builtins.list[str]:

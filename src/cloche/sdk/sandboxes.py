@@ -70,6 +70,7 @@ class Shape(TypedDict, total=False):
     snapshot: str | Identified | None
     pause_after_s: float | None
     archive_after_s: float | None
+    volumes: dict[str, str | model.Mount] | None
     server: str | None
 
 
@@ -462,6 +463,59 @@ class AsyncImage(Handle):
         return await portal.bridge(_with(lambda b: b.images(), server, home), home)
 
 
+class AsyncVolume(Handle):
+    """A named directory that outlives sandboxes: `AsyncSandbox(volumes={"/data": "name"})`, or `"name:ro"` to read it."""
+
+    def __init__(
+        self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str, info: stock.VolumeInfo
+    ) -> None:
+        super().__init__(backend, home, sandbox_id)
+        self._info = info
+
+    def _shown(self) -> str:
+        return self._info.spec.name
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._info.spec.name
+
+    @classmethod
+    async def create(
+        cls,
+        name: str,
+        *,
+        size_mib: int = 1024,
+        labels: dict[str, str] | None = None,
+        server: str | None = None,
+    ) -> AsyncVolume:
+        """An empty volume; the same name and size again is the same volume."""
+        home = portal.get()
+        backend, info = await portal.bridge(_create_volume(name, size_mib, labels, server, home), home)
+        return cls(backend, home, "", info)
+
+    @classmethod
+    async def get(cls, name: str, *, server: str | None = None) -> AsyncVolume:
+        """A handle of a volume that exists."""
+        home = portal.get()
+        backend, info = await portal.bridge(_find_volume(name, server, home), home)
+        return cls(backend, home, "", info)
+
+    async def info(self) -> stock.VolumeInfo:
+        """Its size and how that is held, what it takes, and which sandboxes have it."""
+        return await self._do(self._backend.volume(self.name))
+
+    async def delete(self) -> None:
+        """Remove it and what is in it; `volume_in_use` while a sandbox has it."""
+        await self._do(self._backend.delete_volume(self.name))
+
+    @classmethod
+    async def list(cls, *, server: str | None = None) -> list[stock.VolumeInfo]:
+        """The volumes there are, by name."""
+        home = portal.get()
+        return await portal.bridge(_list_volumes(server, home), home)
+
+
 class AsyncSandbox(Handle):
     """One sandbox. `await AsyncSandbox.create(...)`, or `async with AsyncSandbox(...) as box`, which deletes it.
 
@@ -500,6 +554,7 @@ class AsyncSandbox(Handle):
         snapshot: str | Identified | None = None,
         pause_after_s: float | None = None,
         archive_after_s: float | None = None,
+        volumes: dict[str, str | model.Mount] | None = None,
         server: str | None = None,
     ) -> None:
         resources = {"memory_mib": memory_mib, "cpus": cpus, "pids": pids, "disk_mib": disk_mib}
@@ -530,6 +585,7 @@ class AsyncSandbox(Handle):
             "stay": stay,
             "snapshot": None if snapshot is None else _id_of(snapshot),
             "ladder": _ladder(pause_after_s, archive_after_s),
+            "volumes": {path: _mounted(what) for path, what in (volumes or {}).items()} or None,
         }
         times = {"timeout_s": timeout_s, "idle_timeout_s": idle_timeout_s}
         self._said = {field: value for field, value in said.items() if value is not None}
@@ -879,6 +935,40 @@ async def _make_image(
         if said.image is not None:
             return said.image
     raise errors.error("internal_error", "the image was not made, and nothing was said why")
+
+
+async def _create_volume(
+    name: str, size_mib: int, labels: dict[str, str] | None, server: str | None, home: portal.Portal
+) -> tuple[interfaces.Backend, stock.VolumeInfo]:
+    from cloche import stock
+
+    spec = stock.VolumeSpec(name=name, size_mib=size_mib, labels=labels or {})
+    spec.check()
+    backend = await connecting.connect(server, home)
+    return backend, await backend.create_volume(spec)
+
+
+async def _find_volume(
+    name: str, server: str | None, home: portal.Portal
+) -> tuple[interfaces.Backend, stock.VolumeInfo]:
+    backend = await connecting.connect(server, home)
+    return backend, await backend.volume(name)
+
+
+async def _list_volumes(server: str | None, home: portal.Portal) -> list[stock.VolumeInfo]:
+    return await (await connecting.connect(server, home)).volumes()
+
+
+def mount(what: str | model.Mount) -> model.Mount:
+    """A volume's name, read-only with `:ro` after it, or a `Mount`."""
+    if isinstance(what, model.Mount):
+        return what
+    return model.Mount(volume=what.removesuffix(":ro"), read_only=what.endswith(":ro"))
+
+
+def _mounted(what: str | model.Mount) -> dict[str, Any]:
+    chosen = mount(what)
+    return {"volume": chosen.volume, "read_only": chosen.read_only}
 
 
 def _ladder(pause_after_s: float | None, archive_after_s: float | None) -> dict[str, float | None] | None:

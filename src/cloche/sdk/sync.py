@@ -342,6 +342,49 @@ class Image(Handle):
         return portal.run(sandboxes.AsyncImage.list(server=server))
 
 
+class Volume(Handle):
+    """A named directory that outlives sandboxes: `Sandbox(volumes={"/data": "name"})`, or `"name:ro"` to read it."""
+
+    _async: sandboxes.AsyncVolume
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._async.name
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        size_mib: int = 1024,
+        labels: dict[str, str] | None = None,
+        server: str | None = None,
+    ) -> Volume:
+        """An empty volume; the same name and size again is the same volume."""
+        return cls._of(
+            portal.run(sandboxes.AsyncVolume.create(name, size_mib=size_mib, labels=labels, server=server))
+        )
+
+    @classmethod
+    def get(cls, name: str, *, server: str | None = None) -> Volume:
+        """A handle of a volume that exists."""
+        return cls._of(portal.run(sandboxes.AsyncVolume.get(name, server=server)))
+
+    def info(self) -> stock.VolumeInfo:
+        """Its size and how that is held, what it takes, and which sandboxes have it."""
+        return portal.run(self._async.info(), self._home)
+
+    def delete(self) -> None:
+        """Remove it and what is in it; `volume_in_use` while a sandbox has it."""
+        portal.run(self._async.delete(), self._home)
+
+    @classmethod
+    def list(cls, *, server: str | None = None) -> list[stock.VolumeInfo]:
+        """The volumes there are, by name."""
+        return portal.run(sandboxes.AsyncVolume.list(server=server))
+
+
 class Sandbox(Handle):
     """One sandbox. `Sandbox(...)` creates it at once; `with Sandbox(...) as box` deletes it at the end.
 
@@ -382,6 +425,7 @@ class Sandbox(Handle):
         snapshot: str | Identified | None = None,
         pause_after_s: float | None = None,
         archive_after_s: float | None = None,
+        volumes: dict[str, str | model.Mount] | None = None,
         server: str | None = None,
     ) -> None:
         twin = portal.run(
@@ -414,6 +458,7 @@ class Sandbox(Handle):
                 snapshot=snapshot,
                 pause_after_s=pause_after_s,
                 archive_after_s=archive_after_s,
+                volumes=volumes,
                 server=server,
             )
         )

@@ -24,6 +24,7 @@ SCOPES: dict[str, str] = dict(
         "snapshots snapshot_info delete_snapshot diff_snapshots",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code "
         "interrupt_context restart_context delete_context fork_context",
+        "volumes": "create_volume volumes volume delete_volume",
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
         "upload_tree download_tree diff apply workspace_report",
         "pools": "template templates pool pools wait_pool claim claim_info claims release_claim",
@@ -33,7 +34,7 @@ SCOPES: dict[str, str] = dict(
     for pair in ((method, scope) for method in methods.split())
 )
 
-_OPERATORS = frozenset(method for method, scope in SCOPES.items() if scope in ("admin", "pools"))
+_OPERATORS = frozenset(method for method, scope in SCOPES.items() if scope in ("admin", "pools", "volumes"))
 """What concerns the whole machine, and no tenant: a pool's members are nobody's until they are claimed."""
 
 
@@ -186,6 +187,12 @@ class Guarded:
                 "secret_not_found",
                 f"there is no secret {spec.secrets[0]!r}",  # those that are stored are the operator's
                 hint="secrets are used with a key without a tenant",
+            )
+        if self._principal.tenant and spec.volumes:
+            raise errors.error(
+                "volume_not_found",
+                "volumes are the operator's, and none of them is this caller's",
+                hint="use a key without a tenant",
             )
         return msgspec.structs.replace(spec, tenant=self._principal.tenant)
 
