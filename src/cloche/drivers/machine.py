@@ -125,12 +125,10 @@ class GuestMachine(interfaces.Machine):
         self._gone = True
         self._reason = self._reason or reason or "its first process ended"
         self._link.close(self._reason)
-        for fd in (self._terminals, self.upper_fd, self.layer.fd if self.layer is not None else -1):
-            if fd >= 0:
-                os.close(fd)
-        self.layer = None
-        self._terminals = self.upper_fd = -1
-        if self._disk >= 0:  # beside the event loop: who lets go last unmounts the disk
+        if self._terminals >= 0:
+            os.close(self._terminals)
+            self._terminals = -1
+        if self._disk_fds:  # beside the event loop: who lets go last unmounts the disk
             self._loop.run_in_executor(None, self._let_go_of_disk)
         self._stop_listening()
         self._release()
@@ -142,9 +140,16 @@ class GuestMachine(interfaces.Machine):
         if not self.ended.done():
             self.ended.set_result(self._reason)
 
+    @property
+    def _disk_fds(self) -> list[int]:
+        """All that keeps the sandbox's disk mounted from out here."""
+        layer = self.layer.fd if self.layer is not None else -1
+        return [fd for fd in (self._disk, self._image, self.upper_fd, layer) if fd >= 0]
+
     def _let_go_of_disk(self) -> None:
-        held = [fd for fd in (self._disk, self._image) if fd >= 0]
-        self._disk = self._image = -1
+        held = self._disk_fds
+        self._disk = self._image = self.upper_fd = -1
+        self.layer = None
         wire.close_all(held)
 
     def _watch_mounts(self, fd: int) -> None:
