@@ -299,7 +299,7 @@ def test_with_no_proxy_there_is_no_sandbox(tmp_path):
         made = engine.Engine(
             config, store.Store(":memory:"), wiring.drivers(config.home, embryos=0), owner=wiring.owner(),
             interpreters=wiring.interpreters(), workspaces=workspaces.LocalWorkspaces(config.home, {}), egress=broken,
-            secrets=lambda: wiring.secrets(config), policies=settings.PolicyFiles(config, {}),
+            secrets=lambda: wiring.secrets(config), policies=settings.PolicyFiles(config, {"HOME": str(tmp_path)}),
         )  # fmt: skip
         try:
             spec = model.SandboxSpec(policy={"network": {"allow": ["good.test"]}})
