@@ -91,7 +91,7 @@ def test_wget(clients: Clients) -> None:
 def test_git_clones_and_pushes(clients: Clients) -> None:
     clients.fetch(
         "rm -rf copy && git clone -q https://HOST/git/glass.git copy && cd copy && grep -q git README"
-        " && git commit -q --allow-empty -m two && git push -q origin HEAD:refs/heads/side",
+        " && git -c user.name=a -c user.email=a@shop.test commit -q --allow-empty -m two && git push -q origin HEAD:refs/heads/side",
         program="git",
     )
 
