@@ -31,6 +31,7 @@ from bench import (  # noqa: E402
     noise,
     peers,
     plots,
+    pools,
     records,
     setup,
     tables,
@@ -56,6 +57,11 @@ ROWS: dict[str, Measurement] = {
     "row14": network.download,
     "row15": network.tunnels,
     "row16": network.binding,
+    "row20": pools.first_output,
+    "row21": pools.first_result,
+    "row22": pools.burst,
+    "row23": pools.sustained,
+    "row24": pools.idle,
 }
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGE = os.path.join(_ROOT, "docs", "benchmarks.md")

@@ -5,7 +5,7 @@ Ids complete too: the script asks `cloche list --json` when a word that may be o
 
 import argparse
 
-from cloche.cli import files, main, secrets
+from cloche.cli import files, main, pools, secrets
 
 _SHELLS = ("bash", "zsh", "fish")
 _TAKES_ID = (
@@ -46,6 +46,8 @@ def _words(verb: str) -> str:
     words = [flag for flag, _ in _flags(verb)]
     words += {
         "files": list(files.ACTS),
+        "pool": list(pools.ACTS["pool"]),
+        "template": list(pools.ACTS["template"]),
         "secret": list(secrets.ACTS),
         "completions": list(_SHELLS),
         "help": list(main.VERBS),

@@ -94,19 +94,16 @@ async def _serve(config: settings.Settings, path: str, shape: str, tell: int) ->
     engine = wiring.make_engine(os.environ, where=f"unix:{path}", warm=True)
     kept = keeper.Keeper(engine, engine, idle_exit_s=config.keeper.idle_exit_s, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(Complaints())
+    await host(engine, config)
     serving = asyncio.ensure_future(kept.serve(path))
-    hosting = None
     await asyncio.sleep(0)  # it listens now, or has failed
     if not serving.done():
         _tell(tell, "ready\n")
         _warm_up(engine, shape, config.defaults)
-        hosting = asyncio.ensure_future(_host(engine, config))
     gc.freeze()  # what was imported stays; the collector need not look at it again
     try:
         await serving
     finally:
-        if hosting is not None:
-            hosting.cancel()
         asyncio.get_running_loop().call_later(_FAREWELL_S, os._exit, 1)
 
 
@@ -119,10 +116,14 @@ def _warm_up(engine: Any, shape: str, defaults: settings.Defaults) -> None:
             pass
 
 
-async def _host(engine: Any, config: settings.Settings) -> None:
-    """Fill the pools that were made to stay; without a state file there are none."""
+async def host(engine: Any, config: settings.Settings) -> None:
+    """Begin to fill the pools that were made to stay; without a state file there are none. What is wrong with them is told
+    to whoever asks for one, and keeps nobody else from being served."""
     if os.path.exists(config.state_path):  # noqa: ASYNC240 - a look, before anybody is served
-        await engine.host()
+        try:
+            await engine.host()
+        except errors.ClocheError as problem:
+            sys.stderr.write(f"the pools were not filled: {problem}\n")
 
 
 class Complaints:

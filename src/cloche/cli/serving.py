@@ -69,6 +69,7 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     engine = wiring.make_engine(os.environ, where=url, warm=True, config=config)
+    await process.host(engine, config)
     kept = keeper.Keeper(engine, engine, idle_exit_s=None, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(process.Complaints())
     app = serving.make_app(engine, known, config)
