@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cloche import engine as engines
-from cloche import settings, stock, store, wiring, workspaces
+from cloche import model, settings, stock, store, wiring, workspaces
 from cloche.engine import reaping
 from cloche.testing import fakes
 
@@ -34,6 +34,7 @@ ELSEWHERE = {
     "drivers/supervising.py": "inside a sandbox",
     "engine/archiving.py": "moved into place whole; the row decides: tests/engine/test_archiving.py",
     "engine/snapshots.py": "moved into place whole; the row decides: tests/engine/test_snapshots.py",
+    "engine/volumes.py": "moved into place whole; the row decides: tests/engine/test_volumes.py",
     "guest": "inside a sandbox",
     "images": "a cache: moved into place whole, by content",
     "linux": "primitives; whoever calls them answers",
@@ -183,6 +184,11 @@ async def live(engine):
     )  # fmt: skip
     records.put_snapshot(snapshot)
     records.delete_snapshot("s" * 20)
+    limit = model.Limit(value=1, enforcement="none", by="nobody")
+    records.put_volume(
+        stock.VolumeInfo(spec=stock.VolumeSpec(name="v"), created_at=1.0, used_bytes=0, limit=limit)
+    )
+    records.delete_volume("v")
     records.append_event("tested", None, 1.0, {})
     records.prune(0.5)
     await engine.release_claim("first")
@@ -191,9 +197,26 @@ async def live(engine):
 
 
 SCENES = {
-    "append_event", "delete_claim", "delete_pool", "delete_snapshot", "delete_template", "mark_lost", "migrate", "prune",
-    "put_claim_binding", "put_claim_bound", "put_claim_ended", "put_pool", "put_sandbox", "put_snapshot", "put_template",
-    "record", "settle_claims", "take_over",
+    "append_event",
+    "delete_claim",
+    "delete_pool",
+    "delete_snapshot",
+    "delete_template",
+    "delete_volume",
+    "mark_lost",
+    "migrate",
+    "prune",
+    "put_claim_binding",
+    "put_claim_bound",
+    "put_claim_ended",
+    "put_pool",
+    "put_sandbox",
+    "put_snapshot",
+    "put_template",
+    "put_volume",
+    "record",
+    "settle_claims",
+    "take_over",
 }  # fmt: skip
 
 
