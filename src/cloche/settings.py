@@ -403,7 +403,8 @@ class PolicyFiles:
 
     def _project(self, workspace: str) -> tuple[policy.Policy | None, bool]:
         path = os.path.join(os.path.realpath(workspace), PROJECT_FILE)
-        # SAFETY: the repository is untrusted; a link or a pipe of this name must not make us read something else or wait.
+        # SAFETY: the repository is untrusted; a link or a pipe of this name must not make us read something else or
+        # wait. tests/cli/test_policies.py::test_a_project_file_that_is_no_file_refuses_the_sandbox
         file = _read(path, "policy_invalid", missing_ok=True, plainly=True)
         if file is None:
             return None, False

@@ -292,3 +292,16 @@ def test_setfsuid_tells_a_refusal(in_child: InChild) -> None:
             syscalls.setfsgid(0)
 
     in_child(work)
+
+
+def test_syncfs(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        syscalls.syncfs(-1)
+    assert caught.value.errno == errno.EBADF
+    (tmp_path / "file").write_bytes(b"x")
+    here = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        syscalls.syncfs(here)
+    finally:
+        os.close(here)
+    assert (tmp_path / "file").read_bytes() == b"x"

@@ -219,7 +219,7 @@ class Launcher:
             return capture.prepare()
         finally:
             # SAFETY: back to its own, whatever failed; otherwise the launcher itself would sit in a sandbox's network.
-            # tests/drivers/test_launcher.py::test_launcher_stays_in_its_own_namespaces
+            # tests/drivers/test_namespaces.py::test_the_launcher_stays_in_its_own_namespaces
             syscalls.setns(self.own_netns, syscalls.CLONE_NEWNET)
             os.close(space)
 
@@ -255,7 +255,7 @@ class Launcher:
             self.tell({"refused": sandbox, "reason": str(detail)})
             return
         # SAFETY: only the next child enters the new pid namespace; the launcher goes back to its own at once, else its
-        # later children would share one. tests/drivers/test_launcher.py::test_sandboxes_do_not_share_a_pid_namespace
+        # later children would share one. tests/drivers/test_namespaces.py::test_sandboxes_share_no_namespace_with_each_other_or_with_us
         syscalls.unshare(syscalls.CLONE_NEWPID)
         ours, theirs = _door() if self.rootless else (None, None)
         pid = os.fork()

@@ -216,7 +216,7 @@ def _texts(value: object) -> list[str]:
 
 def _digest(descriptor: object) -> str:
     digest = descriptor.get("digest") if isinstance(descriptor, dict) else None
-    # SAFETY: it becomes a file's name. tests/images/test_skopeo.py::test_a_digest_that_is_a_path
+    # SAFETY: it becomes a file's name. tests/images/test_sources.py::test_a_digest_that_is_a_path
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise _not_an_image("its manifest names something by a digest that is none")
     return digest

@@ -149,7 +149,7 @@ class Stage:
 def make_stage(path: str, layers: int = 24) -> Stage:
     """Mount the stage in this (the launcher's, private) mount namespace, with the parts that never differ."""
     os.makedirs(path, mode=0o700, exist_ok=True)
-    # SAFETY: only in the launcher's own mount namespace, made private before. tests/drivers/test_launcher.py
+    # SAFETY: only in the launcher's own mount namespace, made private before. tests/drivers/test_namespaces.py
     syscalls.mount("stage", path, "tmpfs", _LOCKED, "mode=0755,size=1m")
     for name in ("root", "disk", "layer", "kept", "masked", "dev", "proc"):
         os.mkdir(f"{path}/{name}", 0o755)

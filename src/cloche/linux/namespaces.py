@@ -102,7 +102,7 @@ def make_net() -> int:
             return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             # SAFETY: back to where this process was, also when loopback failed; otherwise the launcher itself would
-            # sit in a sandbox's network. tests/drivers/test_launcher.py::test_launcher_stays_in_its_own_namespaces
+            # sit in a sandbox's network. tests/drivers/test_namespaces.py::test_the_launcher_stays_in_its_own_namespaces
             syscalls.setns(own, syscalls.CLONE_NEWNET)
     finally:
         os.close(own)

@@ -5,7 +5,7 @@
 A layer says only the fields it names. A layer that may *loosen* (yours, the arguments, a project's file that you trust) is laid
 over what is below it; one that may only *tighten* (a project's file, a ceiling) keeps what both allow. nouns.py says what
 each field does in either case; here it is done. Invariant: after a tightening layer nothing is allowed that was not allowed
-before it (tests/test_policy.py, as a property, with the deciding functions as judges).
+before it (tests/policy/test_layers.py, as a property, with the deciding functions as judges).
 
 What a tightening layer cannot mean is refused, not ignored: a table such as `environment.set`, or `!` before an entry. A
 repository that wants more than it may have should be read by a person (`cloche policy trust`).
