@@ -1,21 +1,13 @@
 """What the rungs are known not to do, by name and reason. A gap that turns out to hold fails the run."""
 
-from cloche.linux import cgroups
-
 _ONE_UID = "root inside needs a range of uids, and this sandbox has one"
 _ONE_ROOT = "no private root: programs see the host's, and Landlock says what they may touch"
 _NO_SOCKETS = "no network namespace: sockets are refused altogether, those of the sandbox's own loopback too"
 _ONE_PROC = "no pid namespace: /proc shows that the host's processes exist"
-_NO_FREEZER = "pausing needs a cgroup, and this caller may make none"
 
 ONE_UID = {
     "root_inside_is_nobody_outside": _ONE_UID,
     "root_may_write_the_root_and_the_host_stays": _ONE_UID,
-}
-NO_CGROUP = {
-    "a_paused_sandbox_stands_still": _NO_FREEZER,
-    "use_wakes_a_paused_sandbox": _NO_FREEZER,
-    "a_paused_sandbox_can_be_deleted": _NO_FREEZER,
 }
 PROCESS = {
     "commands_start_in_slash_workspace": "/workspace exists in the API only; commands see the real path",
@@ -43,14 +35,7 @@ def of(driver: str, *, root: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     if driver != "namespaces" or not root:
         found |= ONE_UID
-    if not root or not _has_cgroups():
-        found |= NO_CGROUP
     if driver == "process":
         found |= PROCESS
         found |= {} if root else PROCESS_ORDINARY
     return found
-
-
-def _has_cgroups() -> bool:
-    hierarchy = cgroups.detect()
-    return bool(hierarchy.enforceable) or hierarchy.kills

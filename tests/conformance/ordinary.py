@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 
-from cloche import Sandbox
+from cloche import Sandbox, Volume
 
 
 class Neighbour(http.server.BaseHTTPRequestHandler):
@@ -49,4 +49,14 @@ def snapshots() -> list[str]:
     return found
 
 
-json.dump({"network": network(), "snapshots": snapshots()}, sys.stdout)
+def volumes() -> list[str]:
+    Volume.create("kept", size_mib=16)
+    with Sandbox(volumes={"/data": "kept"}) as box:
+        box.exec("echo stays > /data/a.txt", check=True)
+    with Sandbox(volumes={"/data": "kept:ro"}) as box:
+        found = [box.exec("cat /data/a.txt").stdout, box.exec("echo x > /data/b.txt").stderr]
+    Volume.get("kept").delete()
+    return found
+
+
+json.dump({"network": network(), "snapshots": snapshots(), "volumes": volumes()}, sys.stdout)

@@ -1,4 +1,4 @@
-"""Network and snapshots for a user without privilege, from the installed package."""
+"""Network, snapshots and volumes for a user without privilege, from the installed package."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 PROGRAM = Path(__file__).with_name("ordinary.py")
 
 
-def test_an_ordinary_user_has_a_network_and_snapshots(package):
+def test_an_ordinary_user_has_a_network_snapshots_and_volumes(package):
     ran = subprocess.run(
         package.as_user(package.python, "-I", "-c", PROGRAM.read_text()),
         capture_output=True,
@@ -20,3 +20,6 @@ def test_an_ordinary_user_has_a_network_and_snapshots(package):
     assert denied.startswith("a.test:")
     assert (allowed, before, after) == ("hi", "", "hi")
     assert found["snapshots"] == ["one", "two"]
+    kept, refused = found["volumes"]
+    assert kept == "stays\n"
+    assert "Read-only file system" in refused

@@ -72,8 +72,9 @@ def _close(*fds: int) -> None:
 class Inside:
     """A running sandbox, as the launcher knows it."""
 
-    def __init__(self, pid: int, first_id: int, rootless: bool, stage: str) -> None:
+    def __init__(self, pid: int, space: int, first_id: int, rootless: bool, stage: str) -> None:
         self.pid = pid
+        self.space = space  # its mount namespace
         self.first_id = first_id
         self.rootless = rootless
         self.stage = stage
@@ -83,6 +84,8 @@ def help(message: "dict[str, Any]", fds: "list[int]", inside: "Inside | None" = 
     """Do one thing in a process of its own, which may take its time; the answer goes to the first descriptor, and its end
     says that there is none to come."""
     if os.fork():
+        if inside is not None:
+            os.close(inside.space)
         return
     try:
         answer = (
@@ -174,7 +177,6 @@ def _attach(message: "dict[str, Any]", fds: "list[int]", inside: "Inside | None"
     """Mount a volume into a sandbox that runs already."""
     if inside is None:
         raise ProcessLookupError(3, "the sandbox has ended")
-    space = os.open(f"/proc/{inside.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     users = -1 if inside.rootless else os.open(f"/proc/{inside.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     syscalls.unshare(syscalls.CLONE_NEWNS)
     source = message["source"]
@@ -196,7 +198,7 @@ def _attach(message: "dict[str, Any]", fds: "list[int]", inside: "Inside | None"
     syscalls.mount_setattr(
         tree, "", syscalls.AT_EMPTY_PATH, set_attributes=attributes, userns_fd=max(users, 0)
     )
-    syscalls.setns(space, syscalls.CLONE_NEWNS)
+    syscalls.setns(inside.space, syscalls.CLONE_NEWNS)
     target = _make_way(message["target"], inside)
     syscalls.move_mount(
         tree, "", target, "", syscalls.MOVE_MOUNT_F_EMPTY_PATH | syscalls.MOVE_MOUNT_T_EMPTY_PATH

@@ -143,7 +143,11 @@ class Launcher:
         for pid, (sandbox, slot) in self.children.items():
             if sandbox == message.get("id"):
                 first = self.first_uid + slot * RANGE
-                return entering.Inside(pid, first, self.rootless, self.stage.path)
+                try:
+                    space = self.space_of(pid, "mnt")
+                except OSError:
+                    return None  # it has just ended
+                return entering.Inside(pid, space, first, self.rootless, self.stage.path)
         return None
 
     def mount(self, message: "dict[str, object]") -> None:
