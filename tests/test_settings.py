@@ -19,6 +19,7 @@ GROUPS = {
     "keeper": settings.Keeper,
     "guest": settings.Guest,
     "server": settings.Server,
+    "mcp": settings.Mcp,
     "audit": settings.Audit,
     "images": settings.Images,
     "build": settings.Build,
@@ -347,6 +348,8 @@ def spelled(default: object) -> str:
     match default:
         case None:
             return '"none"'
+        case _ if repr(default) == "<factory>":  # how msgspec keeps an empty table
+            return "{}"
         case bool():
             return str(default).lower()
         case str():

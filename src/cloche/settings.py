@@ -152,6 +152,60 @@ class Server(Group, frozen=True, kw_only=True):
     """Seconds that requests under way get to finish when the server is told to stop."""
 
 
+Reach = Literal["off", "rules", "open"]
+
+
+class McpClient(Group, frozen=True, kw_only=True):
+    """What the sandboxes of one MCP client are, where its calls say nothing; None leaves it to the group `mcp`."""
+
+    profile: str | None = None
+    template: str | None = None
+    network: Reach | None = None
+    allow: tuple[str, ...] | None = None
+
+
+class Mcp(Group, frozen=True, kw_only=True):
+    """The tools for coding agents: `cloche mcp`, and `/mcp` of a server."""
+
+    profile: str | None = None
+    """The profile of sandboxes whose call names none; `"none"` is `defaults.profile`."""
+
+    network: Reach = "rules"
+    """The most that a call may ask for. `rules`: hosts that it names in `allowed_domains`; then `permissive` has no open network
+    either. `open` also lets it ask for everything, `off` for nothing. Named hosts, because whoever talks a model into
+    something should at least be readable in the log."""
+
+    allow: tuple[str, ...] = ()
+    """Network rules that every sandbox of a call starts with, such as `"pypi.org"`; none by default."""
+
+    output_limit_bytes: Positive = 16384
+    """Bytes of each stream in a result: the first and the last half. Agents cut longer ones themselves, from the end, where the
+    error stands."""
+
+    resource_limit_mib: Positive = 4
+    """MiB that a file may have to be read as a resource; larger ones are read in parts by `sandbox_file_read`."""
+
+    session_timeout_s: Seconds = 14400
+    """Seconds that a session's sandbox lives at most. Four hours span an afternoon's work with an agent."""
+
+    session_idle_s: Seconds = 1800
+    """Seconds without a call after which a session's sandbox ends."""
+
+    clients: dict[str, McpClient] = {}  # msgspec copies it
+    """Other choices for one client, by the name it gives itself (`claude-code`, `codex-mcp-client`, …): `profile`, `template`,
+    `network`, `allow` in a table `[mcp.clients.NAME]`. A client is who it says it is: these are defaults, and the boundary is
+    `policy.ceiling`."""
+
+    def of(self, client: str) -> McpClient:
+        own = self.clients.get(client, McpClient())
+        return McpClient(
+            profile=own.profile or self.profile,
+            template=own.template,
+            network=own.network or self.network,
+            allow=self.allow if own.allow is None else own.allow,
+        )
+
+
 class Audit(Group, frozen=True, kw_only=True):
     """The record of who did what (`cloche audit`)."""
 
@@ -273,6 +327,7 @@ class Settings(Group, frozen=True, kw_only=True):
     keeper: Keeper = Keeper()
     guest: Guest = Guest()
     server: Server = Server()
+    mcp: Mcp = Mcp()
     audit: Audit = Audit()
     images: Images = Images()
     build: Build = Build()

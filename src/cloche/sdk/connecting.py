@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 
 from cloche import errors, interfaces, settings
@@ -38,12 +39,22 @@ async def connect(server: str | None, home: portal.Portal) -> interfaces.Backend
 
 
 async def _open(address: str | None, config: settings.Settings, home: portal.Portal) -> interfaces.Backend:
-    if address is not None:
-        backend = await _named(address, config)
-    else:
-        backend = await local.connect(config.socket_path, missing_ok=True) or _in_process()
+    backend = await find(address, config, _in_process)
     home.on_close(backend.aclose)
     return backend
+
+
+async def find(
+    address: str | None, config: settings.Settings, make: Callable[[], interfaces.Backend]
+) -> interfaces.Backend:
+    """The backend of an address, else the keeper's if it answers, else the one that is made here. The caller closes it."""
+    if address is not None:
+        return await _named(address, config)
+    found = await local.connect(config.socket_path, missing_ok=True)
+    if found is not None:
+        return found
+    _need_linux()
+    return make()
 
 
 async def _named(address: str, config: settings.Settings) -> interfaces.Backend:
@@ -62,13 +73,16 @@ async def _named(address: str, config: settings.Settings) -> interfaces.Backend:
     )
 
 
-def _in_process() -> interfaces.Backend:
+def _need_linux() -> None:
     if sys.platform != "linux":
         raise errors.error(
             "linux_only",
             f"sandboxes run on Linux only, and this is {sys.platform}",
             hint="point CLOCHE_URL at a Cloche server",
         )
+
+
+def _in_process() -> interfaces.Backend:
     # By name, because clients do not depend on the engine: the one exemption in the import contract.
     backend: interfaces.Backend = import_module("cloche.wiring").make_engine(os.environ)
     return backend
