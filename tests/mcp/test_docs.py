@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cloche.mcp import nouns, tools
+from cloche.mcp import clients, nouns, tools
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = dict(
@@ -25,6 +25,13 @@ def test_every_argument_and_field_is_named() -> None:
         given = re.findall(r"`(\w+)`", SECTIONS[name].partition("\nGives ")[2])
         assert given == list(nouns.schema(row.gives)["properties"]), name
         assert row.summary in SECTIONS[name]
+
+
+def test_the_guide_names_every_file() -> None:
+    text = (DOCS / "guides/mcp.md").read_text()
+    for name, client in clients.CLIENTS.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
+        assert all(f"`{word}`" in row for word in (client.user, client.project, client.table)), name
 
 
 def test_the_program_of_the_guide_prints_what_it_says(tmp_path: Path) -> None:

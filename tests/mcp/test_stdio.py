@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import anyio
+import mcp_types as types
 import pytest
 from mcp.shared.exceptions import MCPError
 
@@ -174,8 +175,10 @@ def test_files(connect: Connect) -> None:
             assert [template.uri_template for template in templates] == ["cloche://sandbox/{id}/{+path}"]
             resources = {r.name: r.uri for r in (await client.list_resources()).resources}
             found = (await client.read_resource(resources["/workspace/d/käse.txt"])).contents[0]
+            assert isinstance(found, types.TextResourceContents)
             assert found.text == "Käse\n"
             found = (await client.read_resource(f"cloche://sandbox/{box}/workspace/raw")).contents[0]
+            assert isinstance(found, types.BlobResourceContents)
             assert found.blob == raw
             for wrong in (
                 f"cloche://sandbox/{box}/workspace/none",
@@ -260,7 +263,7 @@ def test_output_arrives_while_the_command_runs(connect: Connect, tmp_path: Path)
             first = anyio.Event()
             lock = tmp_path / "lock"
 
-            async def progress(done: float, total: float | None, message: str | None) -> None:
+            async def heard(progress: float, total: float | None, message: str | None) -> None:
                 seen.append(message or "")
                 first.set()
 
@@ -269,7 +272,7 @@ def test_output_arrives_while_the_command_runs(connect: Connect, tmp_path: Path)
             async def call() -> None:
                 line = "touch lock; echo first; while test -e lock; do sleep 0.05; done; echo last >&2"
                 arguments = {"command": ["bash", "-c", line], "cwd": str(tmp_path), "streaming": True}
-                results.append(await client.call_tool("sandbox_run", arguments, progress_callback=progress))
+                results.append(await client.call_tool("sandbox_run", arguments, progress_callback=heard))
 
             async with anyio.create_task_group() as group:
                 group.start_soon(call)
