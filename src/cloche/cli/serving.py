@@ -15,6 +15,7 @@ import msgspec
 from cloche import errors, settings, wiring
 from cloche.cli import keeper as process
 from cloche.cli import talk
+from cloche.mcp.http import HttpFace
 from cloche.server import keeper, keys
 
 DEFAULT_KEY = "default"
@@ -72,17 +73,19 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
     await process.host(engine, config)
     kept = keeper.Keeper(engine, engine, idle_exit_s=None, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(process.Complaints())
-    app = serving.make_app(engine, known, config)
+    tools = HttpFace(config)
+    app = serving.make_app(engine, known, config, faces={"/mcp": tools})
     http = asyncio.ensure_future(serving.serve(app, listener, config))
     http.add_done_callback(lambda _: kept.leave())
-    frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http)))
+    frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http, tools)))
     await asyncio.sleep(0)
     _greet(url, path, key_file, as_json=as_json)
     await frames
-    await _stop(http)
+    await _stop(http, tools)
 
 
-async def _stop(http: asyncio.Future[None]) -> None:
+async def _stop(http: asyncio.Future[None], tools: HttpFace) -> None:
+    await tools.aclose()  # its streams stay open by themselves
     http.cancel()
     with suppress(asyncio.CancelledError):
         await http

@@ -21,7 +21,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloche import errors, events, interfaces, model, rpc, settings
 from cloche.server.guarding import Principal, guard, record_refusal
@@ -120,6 +120,43 @@ class Answers:
             return response
 
         return endpoint
+
+    def mounted(self, name: str, face: ASGIApp) -> ASGIApp:
+        """Another protocol's application behind the same doors. It finds the engine as its caller may use it in `scope["cloche"]`."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            began = time.perf_counter()
+            request = Request(scope)
+            principal, status = _PROBE, 0
+
+            async def observed(message: Message) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                await send(message)
+
+            try:
+                self._doors.check_host(request.headers)
+                principal = self._doors.principal(request.headers)
+                self._rates.take(principal.name)
+            except errors.ClocheError as problem:
+                self._turned_down(name, principal, problem)
+                await failure(problem, _request_id(request))(scope, receive, observed)
+            else:
+                scope["cloche"] = guard(self._backend, principal)
+                try:
+                    await face(scope, receive, observed)
+                except Exception:
+                    request_id = _request_id(request)
+                    log.exception("request %s of %s failed", request_id, name)
+                    if not status:
+                        words = f"something of ours failed; the log has request {request_id}"
+                        await failure(errors.error("internal_error", words), request_id)(
+                            scope, receive, observed
+                        )
+            self._observe(name, principal.name, status, time.perf_counter() - began)
+
+        return app
 
     def _turned_down(self, operation: str, principal: Principal, problem: errors.ClocheError) -> None:
         """On record too; of strangers, who need no key to be refused, only so many a minute."""

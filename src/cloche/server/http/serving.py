@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from cloche import errors, interfaces, model, settings
@@ -32,7 +33,9 @@ def make_app(
     config: settings.Settings,
     *,
     observe: answering.Observe = lambda *_: None,
+    faces: Mapping[str, ASGIApp] | None = None,
 ) -> Starlette:
+    """The application; `faces` are those of other protocols, by path."""
     entrance = doors.Doors(known, hosts=config.server.hosts, origins=config.server.origins)
     answers = answering.Answers(backend, entrance, config, observe=observe)
 
@@ -58,9 +61,23 @@ def make_app(
             *answers.routes(TABLE),
             Route("/openapi.json", describe, include_in_schema=False),
             WebSocketRoute("/v1/connect", connect),
+            *(
+                Route(path, _Application(answers.mounted(path.strip("/"), face)), include_in_schema=False)
+                for path, face in (faces or {}).items()
+            ),
         ],
         exception_handlers={404: unknown, 405: unknown},
     )
+
+
+class _Application:
+    """An application as an object: Starlette takes a function for a handler of requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
 class Server(uvicorn.Server):
