@@ -102,8 +102,8 @@ class Keeper(Group, frozen=True, kw_only=True):
     a machine at rest runs nothing of ours."""
 
     warm_sandboxes: Count = 1
-    """Sandboxes of the last-used shape that wait ready in the keeper, each used once. One makes the next command
-    answer in milliseconds and costs 2 MiB; 0 turns it off."""
+    """Sandboxes that wait ready in the keeper before anybody asks, each used once: of the shapes that were used lately, the
+    last one first. One makes the next command answer in milliseconds and costs 2 MiB; 0 turns the guessing off."""
 
 
 class Guest(Group, frozen=True, kw_only=True):

@@ -39,6 +39,8 @@ def data(result):
         (["pool", "info", "nowhere"], "there is no pool 'nowhere'"),
         (["pool", "scale", "nowhere", "3"], "there is no pool 'nowhere'"),
         (["pool", "scale", "base"], "to what size?"),
+        (["claim"], "claim what?"),
+        (["claim", "base", "--list"], "claim what?"),
         (["claim", "nowhere"], "neither a pool nor a template 'nowhere'"),
         (["claim", "base", "--label", "x"], "not of the form K=V"),
         (["claim", "base", "--env", "NOT_SET_AT_ALL"], "you have no variable NOT_SET_AT_ALL"),
@@ -67,6 +69,7 @@ def test_a_pool_from_a_template_and_a_claim_from_the_pool(kept, tmp_path):
     claim = data(claimed)
     assert claim["warm"], claim["cold_reason"]
     box = claim["sandbox"]
+    assert box in text(kept("claim", "--list"))
     said = text(kept("exec", box, "--", "sh", "-c", "echo $A $GREETING; cat /tmp/state; wc -c < in/notes"))
     assert said == "1 hello\nmade\n6\n"
     info = data(kept("info", box, "--json"))

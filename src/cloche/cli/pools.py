@@ -60,7 +60,8 @@ def flags(parser: argparse.ArgumentParser, verb: str) -> None:
 
 def _claim_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("pool", metavar="NAME", help="a pool, else a template")
+    add("pool", metavar="NAME", nargs="?", help="a pool, else a template")
+    add("--list", action="store_true", help="the claims, instead of making one")
     add(
         "--name",
         metavar="NAME",
@@ -273,12 +274,38 @@ def _pool_delete(server: client.Client, chosen: argparse.Namespace) -> int:
 
 
 def _claim(chosen: argparse.Namespace) -> int:
+    if chosen.list != (chosen.pool is None):
+        raise errors.error(
+            "argument_invalid", "claim what?", hint="cloche claim NAME, or cloche claim --list"
+        )
+    if chosen.list:
+        return _claims(chosen)
     spec = _claim_spec(chosen)
     with client.reach_keeper() as server:
         info = server.call("claim", spec=spec)
     if info["cold_reason"]:
         talk.say(f"started cold: {info['cold_reason']}")
     return _tell(chosen, info, info["sandbox"])
+
+
+def _claims(chosen: argparse.Namespace) -> int:
+    with client.reach() as server:
+        found = server.call("claims")
+    if chosen.json:
+        output.as_json(found)
+        return 0
+    if not found:
+        talk.say("no claims; `cloche claim NAME` makes one")
+        return 0
+    output.table(
+        ("NAME", "POOL", "SANDBOX", "WARM", "AGE", "STATE"),
+        [
+            (c["name"], c["spec"]["pool"], c["sandbox"], "yes" if c["warm"] else "no", output.ago(c["created_at"]),
+             c["conditions"][0]["reason"] if c["conditions"] else "")
+            for c in found
+        ],
+    )  # fmt: skip
+    return 0
 
 
 def _claim_spec(chosen: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import builtins
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 SUSPENSIONS = ("pause", "hibernate", "archive")
 _MOST_FORKS = 1000
+_MOST_AHEAD = 2 * len(os.sched_getaffinity(0))
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
 
 
@@ -120,6 +121,8 @@ class Engine(interfaces.Backend):
             self._clock, lambda: list(self._sandboxes.values()), self._expire, self._rest
         )
         self._guesses = warm
+        # What is made ahead of need is made by few at a time: more would be done no sooner, and claims would wait for it.
+        self._forge = asyncio.Semaphore(_MOST_AHEAD)
         self._stocked: stocking.Stock | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._swept = False
@@ -214,7 +217,8 @@ class Engine(interfaces.Backend):
             given = await self._networks.bind(spec, rules, sandbox_id)
             kept = None if start is None else self._shelf.place(start.id)
             bound = msgspec.structs.replace(spec, env={**given.env, **spec.env})
-            machine = await self._make_machine(bound, rules, lent, kept, image)
+            async with self._forge if ahead else nullcontext():
+                machine = await self._make_machine(bound, rules, lent, kept, image)
             made = self._known(sandbox_id, spec, rules, machine, lent)
             made.layers = layers
             try:
