@@ -148,6 +148,10 @@ class Server(Group, frozen=True, kw_only=True):
     """Seconds that a reader of a stream may take nothing before it is cut. Its output stays in the log, to be read again from
     where it left."""
 
+    e2b_network: Literal["open", "off"] = "open"
+    """The network of a sandbox that an E2B client makes without saying anything about it. E2B's is open; `off` lets out only who
+    asks. The operator's policy holds either way."""
+
     drain_s: Seconds = 10
     """Seconds that requests under way get to finish when the server is told to stop."""
 

@@ -60,6 +60,7 @@ def _holder(home: str) -> str:
 
 
 async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None:
+    from cloche.compat import e2b
     from cloche.server.http import serving  # uvicorn and Starlette: only here
 
     listener = serving.listen(config.server.host, config.server.port)
@@ -74,7 +75,7 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
     kept = keeper.Keeper(engine, engine, idle_exit_s=None, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(process.Complaints())
     tools = HttpFace(config)
-    app = serving.make_app(engine, known, config, faces={"/mcp": tools})
+    app = serving.make_app(engine, known, config, faces={"/mcp": tools}, around=[e2b.Face])
     http = asyncio.ensure_future(serving.serve(app, listener, config))
     http.add_done_callback(lambda _: kept.leave())
     frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http, tools)))

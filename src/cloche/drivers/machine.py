@@ -305,16 +305,18 @@ class GuestMachine(interfaces.Machine):
             answer = await self._link.request("watch", {"path": path, "recursive": recursive, "user": user})
         queue: asyncio.Queue[model.FileEvent] = asyncio.Queue(maxsize=0)
         self._watches[answer.frame.watch] = queue
+        getting: asyncio.Future[model.FileEvent] | None = None
         try:
             while True:
                 getting = asyncio.ensure_future(queue.get())
                 waited: set[asyncio.Future[Any]] = {getting, self.ended}
                 await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 if not getting.done():
-                    getting.cancel()
                     return
                 yield getting.result()
         finally:
+            if getting is not None:
+                getting.cancel()
             self._watches.pop(answer.frame.watch, None)
             if not self._link.closed:
                 with suppress(errors.ClocheError, OSError):

@@ -111,6 +111,15 @@ class Keys:
         for hash_, key in (*self._keys.items(), *self._extra.items()):
             if hmac.compare_digest(hash_, wanted):  # all of them, so that time tells nothing
                 found = key
+        return self._valid(found)
+
+    def named(self, name: str) -> Key:
+        """The key of a name, under the same conditions."""
+        self._refresh()
+        every = (*self._keys.values(), *self._extra.values())
+        return self._valid(next((key for key in every if key.name == name), None))
+
+    def _valid(self, found: Key | None) -> Key:
         if found is None:
             raise errors.error(
                 "key_refused", "the API key is not known here", hint="`cloche key create` makes one"

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -157,6 +158,27 @@ class Answers:
             self._observe(name, principal.name, status, time.perf_counter() - began)
 
         return app
+
+    def enter(self, headers: Headers, what: str) -> tuple[str, interfaces.Backend]:
+        """For other faces: the caller's key by name, and the backend as that caller may use it."""
+        return self._enter(headers, what, lambda: self._doors.principal(headers))
+
+    def again(self, headers: Headers, key: str, what: str) -> interfaces.Backend:
+        """The same for a caller who showed a token that a face gave out for a key: what that key may do now."""
+        return self._enter(headers, what, lambda: self._doors.holder(key))[1]
+
+    def _enter(
+        self, headers: Headers, what: str, who: Callable[[], Principal]
+    ) -> tuple[str, interfaces.Backend]:
+        principal = _PROBE
+        try:
+            self._doors.check_host(headers)
+            principal = who()
+            self._rates.take(principal.name)
+        except errors.ClocheError as problem:
+            self._turned_down(what, principal, problem)
+            raise
+        return principal.name, guard(self._backend, principal)
 
     def _turned_down(self, operation: str, principal: Principal, problem: errors.ClocheError) -> None:
         """On record too; of strangers, who need no key to be refused, only so many a minute."""

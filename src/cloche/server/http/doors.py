@@ -50,5 +50,12 @@ class Doors:
                 "this request has no API key",
                 hint="send `Authorization: Bearer cl_…`; `cloche serve` prints where the key is kept",
             )
-        key = self._keys.check(secret)
-        return Principal(key.name, key.tenant, frozenset(key.scopes))
+        return _principal(self._keys.check(secret))
+
+    def holder(self, name: str) -> Principal:
+        """Who a key of that name stands for now; `key_refused` once it is revoked or over."""
+        return _principal(self._keys.named(name))
+
+
+def _principal(key: keys.Key) -> Principal:
+    return Principal(key.name, key.tenant, frozenset(key.scopes))

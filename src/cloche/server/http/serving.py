@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
@@ -34,8 +34,10 @@ def make_app(
     *,
     observe: answering.Observe = lambda *_: None,
     faces: Mapping[str, ASGIApp] | None = None,
+    around: Sequence[Callable[..., ASGIApp]] = (),
 ) -> Starlette:
-    """The application; `faces` are those of other protocols, by path."""
+    """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
+    `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest."""
     entrance = doors.Doors(known, hosts=config.server.hosts, origins=config.server.origins)
     answers = answering.Answers(backend, entrance, config, observe=observe)
 
@@ -56,7 +58,7 @@ def make_app(
             response.headers["Allow"] = allow
         return response
 
-    return Starlette(
+    app = Starlette(
         routes=[
             *answers.routes(TABLE),
             Route("/openapi.json", describe, include_in_schema=False),
@@ -68,6 +70,9 @@ def make_app(
         ],
         exception_handlers={404: unknown, 405: unknown},
     )
+    for wire in around:
+        app.add_middleware(wire, entrance=answers, config=config)
+    return app
 
 
 class _Application:

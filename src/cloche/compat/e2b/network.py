@@ -1,0 +1,97 @@
+"""E2B's network object as rules of ours, with E2B's meaning.
+
+There an allowed entry wins over a denied one, and what nobody mentions is allowed; here deny wins, and a list of allowed targets denies
+the rest. So it is translated, never merged:
+
+* everything denied (`0.0.0.0/0` in `denyOut`, or no internet access): our mode `rules`, with what `allowOut` names as the only targets;
+* else: our mode `open`, and the denied networks without the parts of them that `allowOut` names.
+
+Names in `allowOut` mean something only where everything else is denied, in E2B's rules too, which refuse the rest. What the mode `open` never
+reaches (private networks, metadata services) stays out of reach; the operator's ceiling holds above all of it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import msgspec
+
+from cloche.compat.e2b import faults
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_EVERYTHING = ("0.0.0.0/0", "::/0")
+
+
+class Config(msgspec.Struct, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
+    allow_out: list[str] = []
+    deny_out: list[str] = []
+    allow_public_traffic: bool = True
+    rules: dict[str, Any] | None = None
+    egress_proxy: Any = None
+    mask_request_host: str | None = None
+    dns_servers: list[str] | None = None
+    https_ports: list[int] | None = None
+    allow_internet_access: bool | None = msgspec.field(default=None, name="allow_internet_access")
+    """Of the request that replaces the rules of a live sandbox; at creation it stands beside the object."""
+
+
+def translate(config: Config, *, internet: bool | None = None) -> dict[str, Any]:
+    """The fields of our group `network`."""
+    for field, value in (
+        ("network.rules", config.rules), ("network.egressProxy", config.egress_proxy), ("network.maskRequestHost", config.mask_request_host),
+        ("network.dnsServers", config.dns_servers), ("network.httpsPorts", config.https_ports),
+        ("network.allowPublicTraffic=false", not config.allow_public_traffic),
+    ):  # fmt: skip
+        if value:
+            raise faults.missing(field)
+    named = [entry for entry in config.allow_out if _network(entry) is None]
+    allowed = [found for entry in config.allow_out if (found := _network(entry)) is not None]
+    denied = [_address(entry) for entry in config.deny_out]
+    if internet is False or any(str(entry) in _EVERYTHING for entry in denied):
+        return _nothing_but([str(entry) for entry in allowed], named)
+    if named:
+        raise faults.Fault(
+            400,
+            f"allowOut names {named[0]!r}: names are allowed only where denyOut has 0.0.0.0/0, which denies the rest",
+            name="network_invalid",
+        )
+    left = [str(part) for entry in denied for part in _without(entry, allowed)]
+    return {"mode": "open", "allow": [], "deny": left}
+
+
+def _nothing_but(networks: list[str], names: list[str]) -> dict[str, Any]:
+    if any(entry in _EVERYTHING for entry in networks):
+        return {"mode": "open", "allow": [], "deny": []}
+    allow = [*networks, *names]
+    return {"mode": "rules" if allow else "off", "allow": allow, "deny": []}
+
+
+def _network(entry: str) -> _Network | None:
+    try:
+        return ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return None
+
+
+def _address(entry: str) -> _Network:
+    found = _network(entry)
+    if found is None:
+        raise faults.Fault(
+            400, f"denyOut takes addresses and networks, not {entry[:100]!r}", name="network_invalid"
+        )
+    return found
+
+
+def _without(denied: _Network, allowed: list[_Network]) -> list[_Network]:
+    """The parts of a network that no allowed one covers."""
+    parts: list[_Network] = [denied]
+    for hole in allowed:
+        rest: list[_Network] = []
+        for part in parts:
+            if part.version != hole.version or not part.overlaps(hole):
+                rest.append(part)
+            elif not part.subnet_of(hole):  # type: ignore[arg-type]
+                rest += part.address_exclude(hole)  # type: ignore[arg-type]
+        parts = rest
+    return parts

@@ -1,0 +1,152 @@
+"""Sandboxes through E2B's SDK; what became of them through our own API."""
+
+import httpx
+import pytest
+
+from tests.server import conftest as server
+from tests.wires.e2b.conftest import Client
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def info(http: httpx.Client, sandbox: str) -> dict:
+    return http.get(f"/v1/sandboxes/{sandbox}").raise_for_status().json()
+
+
+def test_create_list_info_and_kill(program: Client, http: httpx.Client) -> None:
+    made = program("""
+        box = Sandbox.create(timeout=600, metadata={"purpose": "test of create"}, envs={"GREETING": "hello"})
+        answer = box.sandbox_id
+    """)
+    ours = info(http, made)
+    assert ours["labels"] == {"purpose": "test of create"}
+    assert ours["isolation"]["network"] == "open"
+    assert 500 < ours["expires_at"] - ours["created_at"] <= 601
+    assert (
+        http.post(f"/v1/sandboxes/{made}/exec", json={"command": "echo $GREETING"}).json()["stdout"]
+        == "hello\n"
+    )
+
+    told = program("i = box.get_info(); answer = [i.sandbox_id, i.state.value, i.metadata, i.memory_mb]")
+    assert told == [made, "running", {"purpose": "test of create"}, 512]
+    query = "answer = [s.sandbox_id for s in Sandbox.list(query=e2b.SandboxQuery(metadata={%r: %r})).next_items()]"
+    assert program(query % ("purpose", "test of create")) == [made]
+    assert program(query % ("purpose", "another")) == []
+    assert program("answer = box.is_running()") is True
+
+    assert program("answer = box.kill()") is True
+    assert http.get(f"/v1/sandboxes/{made}").status_code in (404, 410)
+    assert program("answer = box.kill()") is False
+
+
+def test_pages_of_a_list(program: Client, box: str) -> None:
+    program("more = [Sandbox.create(timeout=600, metadata={'pages': 'yes'}) for _ in range(3)]")
+    try:
+        found = program(
+            """
+            pages, pager = [], Sandbox.list(query=e2b.SandboxQuery(metadata={"pages": "yes"}), limit=2)
+            while pager.has_next:
+                pages.append([s.sandbox_id for s in pager.next_items()])
+            answer = [pages, [b.sandbox_id for b in more]]
+        """.replace("pages, pager", "from e2b import SandboxQuery\n            pages, pager")
+        )
+        assert [len(page) for page in found[0]] == [2, 1]
+        assert sorted(found[0][0] + found[0][1]) == sorted(found[1])
+    finally:
+        program("for b in more: b.kill()")
+
+
+def test_timeout_can_be_longer_and_shorter(program: Client, box: str, http: httpx.Client) -> None:
+    program("box.set_timeout(3000)")
+    long = info(http, box)["expires_at"]
+    program("box.set_timeout(900)")
+    short = info(http, box)["expires_at"]
+    assert long - short > 2000
+    program("Sandbox.connect(box.sandbox_id, timeout=60)")
+    assert info(http, box)["expires_at"] == pytest.approx(short, abs=1)  # connecting never shortens
+
+
+def test_pause_keeps_memory_and_connect_brings_it_back(program: Client, box: str, http: httpx.Client) -> None:
+    program("box.run_code('kept = 42')\nbox.pause()")
+    paused = info(http, box)
+    assert paused["phase"] == "paused"
+    assert paused["expires_at"] is None
+    assert program("answer = box.is_running()") is False
+    assert program("answer = box.get_info().state.value") == "paused"
+    assert program("answer = box.pause()") is False
+    assert info(http, box)["phase"] == "paused"  # looking woke nothing
+    assert program("box.connect(timeout=600)\nanswer = box.run_code('kept').text") == "42"
+    assert info(http, box)["phase"] == "running"
+    assert info(http, box)["expires_at"] is not None
+
+
+def test_traffic_wakes_a_sandbox_that_asked_for_it(http: httpx.Client, served: server.Served) -> None:
+    made = http.post("/v2/sandboxes", json={"templateID": "base", "autoResume": {"enabled": True}}).json()
+    sandbox = made["sandboxID"]
+    assert http.post(f"/sandboxes/{sandbox}/pause").status_code == 204
+    assert http.get(f"/sandboxes/{sandbox}").json()["metadata"] == {}
+    headers = {"E2b-Sandbox-Id": sandbox, "X-Access-Token": made["envdAccessToken"]}
+    body = {"path": "/home/user"}
+    answer = httpx.post(
+        f"{served.url}/filesystem.Filesystem/Stat", json=body, headers=headers, trust_env=False, timeout=50
+    )
+    assert answer.status_code == 200, answer.text
+    assert info(http, sandbox)["phase"] == "running"
+    assert http.delete(f"/sandboxes/{sandbox}").status_code == 204
+
+
+def test_snapshot_and_what_starts_from_it(program: Client, box: str, http: httpx.Client) -> None:
+    program("box.files.write('seed.txt', 'from the snapshot')")
+    snapshot = program("snap = box.create_snapshot(); answer = snap.snapshot_id")
+    assert http.get(f"/v1/snapshots/{snapshot}").json()["sandbox"] == box
+    assert snapshot in program("answer = [s.snapshot_id for s in Sandbox.list_snapshots().next_items()]")
+    copy = program("copy = Sandbox.create(template=snap.snapshot_id, timeout=600)\nanswer = copy.sandbox_id")
+    there = http.get(f"/v1/sandboxes/{copy}/files", params={"path": "/home/user/seed.txt"})
+    assert there.text == "from the snapshot"
+    program("copy.kill()")
+    assert program("answer = Sandbox.delete_snapshot(snap.snapshot_id)") is True
+    assert http.get(f"/v1/snapshots/{snapshot}").status_code == 404
+    assert program("answer = Sandbox.delete_snapshot(snap.snapshot_id)") is False
+
+
+def test_forks_have_the_files_and_lives_of_their_own(program: Client, box: str, http: httpx.Client) -> None:
+    program("box.files.write('seed.txt', 'before')")
+    forks = program("forks = box.fork(count=2); answer = [f.sandbox_id for f in forks]")
+    program("forks[0].files.write('seed.txt', 'after')")
+    seeds = [
+        http.get(f"/v1/sandboxes/{one}/files", params={"path": "/home/user/seed.txt"}).text
+        for one in (box, *forks)
+    ]
+    assert seeds == ["before", "after", "before"]
+    program("for f in forks: f.kill()")
+
+
+def test_metrics_are_measured(program: Client, box: str) -> None:
+    program("box.files.write('big', b'x' * 3_000_000)")
+    found = program(
+        "m = box.get_metrics()[0]; answer = [m.disk_used, m.disk_total, m.mem_used, m.mem_total, m.cpu_count]"
+    )
+    assert 3_000_000 <= found[0] < found[1]
+    assert 0 < found[2] <= found[3] == 512 << 20
+    assert found[4] == 1
+
+
+def test_network_rules_are_replaced_as_a_whole(program: Client, box: str, http: httpx.Client) -> None:
+    def rules() -> dict:
+        return http.get(f"/v1/sandboxes/{box}/policy").json()["network"]
+
+    assert rules()["mode"] == "open"
+    program("box.update_network({'allow_out': ['pypi.org', '*.example.org'], 'deny_out': ['0.0.0.0/0']})")
+    assert (rules()["mode"], sorted(rules()["allow"])) == ("rules", ["*.example.org", "pypi.org"])
+    program("box.update_network({'deny_out': ['0.0.0.0/0']})")
+    assert rules()["mode"] == "off"
+    program("box.update_network({})")
+    assert (rules()["mode"], rules()["deny"]) == ("open", [])
+
+
+def test_no_internet_access_means_none(program: Client, http: httpx.Client) -> None:
+    made = program(
+        "shut = Sandbox.create(timeout=600, allow_internet_access=False); answer = shut.sandbox_id"
+    )
+    assert info(http, made)["isolation"]["network"] == "off"
+    program("shut.kill()")
