@@ -38,6 +38,7 @@ ELSEWHERE = {
     "guest": "inside a sandbox",
     "images": "a cache: moved into place whole, by content",
     "linux": "primitives; whoever calls them answers",
+    "mcp/clients.py": "the user's own files on the host, replaced whole",
     "secrets/vault.py": "one file, replaced whole: tests/secrets",
     "server/keys.py": "one file, replaced whole: tests/server",
     "settings.py": "one file, replaced whole",
