@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from cloche import errors
+from cloche.server.http import serving
 from tests.server import conftest
 
 
@@ -463,3 +464,12 @@ def test_the_document_describes_every_route(http):
         for operation in methods.values():
             assert operation["summary"]
             assert "default" in operation["responses"]
+
+
+def test_what_the_server_accepts_is_sent_at_once() -> None:
+    """asyncio sets TCP_NODELAY on sockets that name their protocol, and no others."""
+    listener = serving.listen("127.0.0.1", 0)
+    try:
+        assert listener.proto == socket.IPPROTO_TCP
+    finally:
+        listener.close()

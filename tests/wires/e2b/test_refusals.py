@@ -178,6 +178,49 @@ def test_a_signed_address_is_for_one_file_and_one_act(
         assert anybody.get(over).status_code == 401
 
 
+def test_a_closed_port_is_neither_a_dead_sandbox_nor_an_open_one(
+    program: Client, box: str, served: server.Served, http: httpx.Client
+) -> None:
+    token = {"E2B-Traffic-Access-Token": program("answer = box.traffic_access_token")}
+    assert data_plane(served, box, 8123, "GET", "/").status_code == 401
+    closed = data_plane(served, box, 8123, "GET", "/", token)
+    assert (closed.status_code, closed.json()["sandboxId"]) == (502, box)
+    assert "port is not open" in closed.json()["message"]
+    program("""
+        h = box.commands.run("python3 -u -m http.server 8123 --bind 127.0.0.1", background=True)
+        next(iter(h))
+    """)
+    opened = data_plane(served, box, 8123, "GET", "/", token)
+    assert opened.status_code == 501, opened.text
+    assert "8123" in opened.json()["message"]
+    http.delete(f"/v1/sandboxes/{box}").raise_for_status()
+    dead = data_plane(served, box, 8123, "GET", "/", token)
+    assert dead.status_code == 502
+    assert "was not found" in dead.json()["message"]
+
+
+def test_another_tenants_sandbox_is_not_found(
+    program: Client, box: str, served: server.Served, http: httpx.Client
+) -> None:
+    told = served.cloche("key", "create", "e2b-blue", "--role", "runner", "--tenant", "blue").stdout.split()
+    visitor = client_of("newest", served, next(word for word in told if word.startswith("cl_")))
+    try:
+        visitor("from e2b import Sandbox\nown = Sandbox.create(timeout=600)")
+        assert visitor("answer = [s.sandbox_id == own.sandbox_id for s in Sandbox.list().next_items()]") == [
+            True
+        ]
+        problem = refused(visitor, f"Sandbox.connect({box!r})")
+        never = refused(visitor, f"Sandbox.connect({NOBODY!r})")
+        assert problem.name == never.name
+        assert problem.words.replace(box, "X") == never.words.replace(NOBODY, "X")
+        assert visitor(f"answer = Sandbox.kill({box!r})") is False
+        assert http.get(f"/v1/sandboxes/{box}").json()["phase"] == "running"
+        assert visitor("answer = own.commands.run('echo mine').stdout") == "mine\n"
+        visitor("own.kill()")
+    finally:
+        visitor.close()
+
+
 def data_plane(
     served: server.Served,
     sandbox: str,

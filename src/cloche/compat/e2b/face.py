@@ -116,7 +116,7 @@ class Face:
             ):
                 return faults.gone(sandbox)
             if port not in (ENVD, INTERPRETER):
-                return faults.as_json(faults.missing(f"traffic to port {port} of a sandbox"))
+                return await _traffic(backend, info.id, port)
             place = Place(request, backend, info.id, self._state.of(info.id), self._config)
             return await self._answer(place, port, path)
         except Exception as problem:
@@ -188,6 +188,17 @@ async def _interpreter(place: Place, method: str, path: str) -> Response:
     if matched and method == "DELETE" and not matched[2]:
         return await interpreter.delete_context(place, matched[1])
     raise faults.Fault(404, f"{method} {path[:200]} is not something the code interpreter does")
+
+
+async def _traffic(backend: interfaces.Backend, sandbox: str, port: int) -> Response:
+    """A port of the user's own: closed, or open and not to be reached this way. Asked inside, as only there is it known."""
+    if not 0 < port < 65536:
+        return faults.closed(sandbox, port)
+    asked = ["/bin/bash", "-c", ': <"/dev/tcp/127.0.0.1/$0"', str(port)]
+    result = await backend.exec(sandbox, model.ExecRequest(command=asked, timeout_s=10))
+    if result.exit_code != 0:
+        return faults.closed(sandbox, port)
+    return faults.as_json(faults.missing(f"traffic to port {port} of a sandbox"))
 
 
 def _routed(headers: Headers) -> bool:
