@@ -1,8 +1,13 @@
 """`cloche mcp` with the official client over real pipes. Refusals first."""
 
 import base64
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import mcp_types as types
@@ -378,3 +383,92 @@ def test_other_sandboxes_are_out_of_reach(connect: Connect, tmp_path: Path) -> N
             keeper.call("stop")
     finally:
         os.environ["CLOCHE_KEEPER"] = "off"
+
+
+def test_what_the_network_refused_is_told(connect: Connect) -> None:
+    async def main() -> None:
+        program = "import urllib.request as u\ntry: u.urlopen('http://other.test/', timeout=20)\nexcept OSError as e: print('refused')"
+        network = {"enabled": True, "allowed_domains": ["allowed.test"]}
+        arguments = {"command": ["python3", "-c", program], "network": network}
+        async with connect() as client:
+            result = success(await client.call_tool("sandbox_run", arguments))
+            assert result["stdout"] == "refused\n"
+            assert [denial["kind"] for denial in result["denials"]][:1] == ["network"]
+            assert "other.test" in result["denials"][0]["target"]
+
+    run(main)
+
+
+def test_the_wire_by_hand() -> None:
+    """Garbage is answered and survived; an old revision is spoken, an unknown one countered; standard output is the protocol's alone."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cloche", "mcp"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def ask(number: int, method: str, **params: object) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
+        while True:
+            answer: dict[str, Any] = json.loads(process.stdout.readline())
+            if answer.get("id") == number:
+                return answer
+
+    try:
+        process.stdin.write("nonsense\n\n{}\n[1, 2]\n\x00\n")
+        info = {"name": "hand", "version": "1"}
+        said = ask(1, "initialize", protocolVersion="2024-11-05", capabilities={}, clientInfo=info)["result"]
+        assert (said["protocolVersion"], said["serverInfo"]["name"]) == ("2024-11-05", "cloche")
+        process.stdin.write('{"jsonrpc": "2.0", "method": "notifications/initialized"}\n')
+        assert ask(2, "no/such/method")["error"]["code"] == -32601
+        assert ask(3, "tools/call", name=7)["error"]["code"] == -32602
+        called = ask(4, "tools/call", name="sandbox_run", arguments={"command": ["echo", "hi"]})["result"]
+        assert json.loads(called["content"][0]["text"])["stdout"] == "hi\n"
+    finally:
+        process.stdin.close()
+        rest = process.stdout.read()
+        process.stdout.close()
+        assert process.wait(40) == 0
+    assert all(json.loads(line)["jsonrpc"] == "2.0" for line in rest.splitlines())
+
+
+def test_the_end_of_the_client_ends_what_runs(tmp_path: Path, until: Callable[..., None]) -> None:
+    """A client that dies in the middle of a call leaves nothing."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cloche", "mcp", "--workspace", str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    info = {"name": "hand", "version": "1"}
+    line = "touch running; sleep 7778"
+    arguments = {"command": ["bash", "-c", line], "cwd": str(tmp_path), "timeout_ms": 600_000}
+    for message in (
+        {
+            "id": 1,
+            "method": "initialize",
+            "params": {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": info},
+        },
+        {"method": "notifications/initialized"},
+        {"id": 2, "method": "tools/call", "params": {"name": "sandbox_run", "arguments": arguments}},
+    ):
+        process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
+    process.stdin.flush()
+    until((tmp_path / "running").exists)
+    process.stdin.close()
+    assert process.wait(40) == 0
+    assert not [
+        path for path in Path("/proc").glob("[0-9]*/cmdline") if _reads(path).startswith(b"sleep\x007778")
+    ]
+
+
+def _reads(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -13,6 +13,7 @@ import os
 import sys
 
 from cloche import interfaces, model, settings, wiring
+from cloche.mcp import tools
 from cloche.sdk import connecting
 
 
@@ -38,12 +39,15 @@ def execute(verb: str, chosen: argparse.Namespace) -> int:
 async def _serve(config: settings.Settings, base: model.SandboxSpec) -> None:
     from cloche.mcp import serving  # the protocol's SDK: only here
 
-    backend = await connecting.find(config.url, config, lambda: _engine(config))
+    backend = await connecting.find(config.url, config, lambda: _engine(config, base))
     try:
         await serving.serve_stdio(backend, config, base)
     finally:
         await backend.aclose()
 
 
-def _engine(config: settings.Settings) -> interfaces.Backend:
-    return wiring.make_engine(os.environ, warm=config.keeper.warm_sandboxes > 0, config=config)
+def _engine(config: settings.Settings, base: model.SandboxSpec) -> interfaces.Backend:
+    """One of our own, which makes the first sandbox while the client still says hello."""
+    made = wiring.make_engine(os.environ, warm=True, config=config)
+    made.warm_up(tools.Calls(made, config, "", base).usual())
+    return made

@@ -145,6 +145,10 @@ class Calls:
         self._base = base
         self._known: set[str] = set()
 
+    def usual(self) -> model.SandboxSpec:
+        """What a call that says nothing gets; an engine may have one ready."""
+        return self._spec(None, None, timeout_s=_SPARE_S)
+
     async def call(
         self, tool: str, given: dict[str, Any] | None, say: Say
     ) -> tuple[nouns.Outcome, list[dict[str, str]]]:
