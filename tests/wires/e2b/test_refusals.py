@@ -62,13 +62,17 @@ def test_a_slow_command_is_killed(program: Client, box: str, http: httpx.Client,
     )
 
 
-def test_a_token_opens_its_own_sandbox_only(program: Client, box: str, served: server.Served) -> None:
+def test_a_token_opens_its_own_sandbox_only(
+    program: Client, box: str, served: server.Served, http: httpx.Client
+) -> None:
     token = program("other = Sandbox.create(timeout=600)\nanswer = other._envd_access_token")
     try:
         for shown, status in (("0" * 64, 401), (token, 401)):
             answer = data_plane(served, box, 49983, "GET", "/files?path=a", {"X-Access-Token": shown})
             assert answer.status_code == status, answer.text
         assert data_plane(served, box, 49983, "GET", "/health").status_code == 401
+        recorded = http.get("/v1/events", params={"limit": 1000}).json()["events"]
+        assert any("not this sandbox's" in str(event) for event in recorded)
         assert data_plane(served, box, 49999, "GET", "/contexts").status_code == 401
     finally:
         program("other.kill()")

@@ -150,3 +150,19 @@ def test_no_internet_access_means_none(program: Client, http: httpx.Client) -> N
     )
     assert info(http, made)["isolation"]["network"] == "off"
     program("shut.kill()")
+
+
+def test_a_repeated_create_is_the_same_sandbox(http: httpx.Client) -> None:
+    def create(word: str, **more: object) -> httpx.Response:
+        return http.post(
+            "/v2/sandboxes", json={"templateID": "base", **more}, headers={"Idempotency-Key": word}
+        )
+
+    first = create("e2b-once")
+    assert create("e2b-once", timeout=77).status_code == 409
+    again, other = create("e2b-once"), create("e2b-twice")
+    assert first.status_code == again.status_code == other.status_code == 201
+    assert first.json() == again.json()
+    assert other.json()["sandboxID"] != first.json()["sandboxID"]
+    for made in (first, other):
+        assert http.delete(f"/sandboxes/{made.json()['sandboxID']}").status_code == 204

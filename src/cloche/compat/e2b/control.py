@@ -152,8 +152,16 @@ async def _create(call: Call, default_s: float) -> Response:
     }
     if body.autoResume is not None and body.autoResume.enabled:
         said["labels"][_AUTO_RESUME] = "yes"
-    info = await call.backend.create(rpc.complete(said, call.config.defaults))
-    return faults.json(_sandbox(call, info), 201)
+    spec = rpc.complete(said, call.config.defaults)
+
+    async def make() -> str:
+        return (await call.backend.create(spec)).id
+
+    word = call.request.headers.get("idempotency-key")
+    made = await (
+        make() if word is None else call.state.once(call.key, word, msgspec.json.encode(body), make)
+    )
+    return faults.json(_sandbox(call, await call.backend.info(made)), 201)
 
 
 def _network(call: Call, rules: network.Config, internet: bool | None) -> dict[str, Any]:

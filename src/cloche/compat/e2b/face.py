@@ -47,13 +47,16 @@ _MISSING = ("/files/compose", "/envs", "/metrics")
 
 
 class Entrance(Protocol):
-    """The server's door, as a face uses it. Both raise what they refuse, and have put it on record."""
+    """The server's door, as a face uses it. The first two raise what they refuse, and have put it on record."""
 
     def enter(self, headers: Headers, what: str) -> tuple[str, interfaces.Backend]:
         """The caller's key by name, and the backend as that caller may use it."""
 
     def again(self, headers: Headers, key: str, what: str) -> interfaces.Backend:
         """The same for a caller who was let in before, by the name of the key as it is now."""
+
+    def refused(self, what: str, problem: errors.ClocheError) -> errors.ClocheError:
+        """Put on record what the face itself turned down; the problem."""
 
 
 class Face:
@@ -136,7 +139,8 @@ class Face:
                 query["signature"], query.get("signature_expiration", ""),
             )  # fmt: skip
             if signer is None:
-                raise faults.Fault(401, "the signature is not valid, or its time is over", name="key_refused")
+                words = "the signature is not valid, or its time is over"
+                raise self._entrance.refused(what, errors.error("key_refused", words))
             return signer[0], self._entrance.again(headers, signer[1], what)
         shown: list[tuple[str, tuple[state.Kind, ...]]] = [(headers.get("x-access-token", ""), ("access",))]
         if port != ENVD:
@@ -151,7 +155,8 @@ class Face:
         if any(token for token, _ in shown) and "x-api-key" not in headers:
             if self._state.known(sandbox) is None:
                 raise errors.error("sandbox_not_found", f"there is no sandbox {sandbox[:50]!r}")
-            raise faults.Fault(401, "the access token is not this sandbox's", name="key_refused")
+            words = "the access token is not this sandbox's"
+            raise self._entrance.refused(what, errors.error("key_refused", words))
         return sandbox, self._entrance.enter(headers, what)[1]
 
     async def _answer(self, place: Place, port: int, path: str) -> Response:

@@ -11,15 +11,19 @@ import hashlib
 import hmac
 import os
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
-from cloche import interfaces, settings
+from cloche import errors, interfaces, settings
+from cloche.compat.e2b import faults
 
 Kind = Literal["access", "traffic"]
 _MOST_EVENTS = 10_000
+_MOST_WORDS = 10_000
+_WORDS_S = 24 * 3600.0
 
 
 class Place(NamedTuple):
@@ -69,6 +73,29 @@ class State:
     def __init__(self) -> None:
         self._secret = os.urandom(32)
         self._held: dict[str, Held] = {}
+        self._made: OrderedDict[tuple[str, str], tuple[bytes, float, asyncio.Future[str]]] = OrderedDict()
+
+    async def once(self, key: str, word: str, body: bytes, make: Callable[[], Awaitable[str]]) -> str:
+        """The sandbox that a key made with this idempotency word: another one only for another word, or after a failure."""
+        digest, now = hashlib.sha256(body).digest(), time.monotonic()
+        while self._made and (
+            len(self._made) > _MOST_WORDS or now - next(iter(self._made.values()))[1] > _WORDS_S
+        ):
+            self._made.popitem(last=False)
+        known = self._made.get((key, word))
+        if known is not None:
+            if known[0] != digest:
+                raise faults.Fault(
+                    409, "this Idempotency-Key was used for another request", name="name_conflict"
+                )
+            return await asyncio.shield(known[2])
+        making: asyncio.Future[str] = asyncio.ensure_future(make())
+        self._made[key, word] = digest, now, making
+        try:
+            return await asyncio.shield(making)
+        except errors.ClocheError:
+            self._made.pop((key, word), None)
+            raise
 
     def of(self, sandbox: str) -> Held:
         return self._held.setdefault(sandbox, Held())

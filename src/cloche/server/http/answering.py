@@ -167,6 +167,11 @@ class Answers:
         """The same for a caller who showed a token that a face gave out for a key: what that key may do now."""
         return self._enter(headers, what, lambda: self._doors.holder(key))[1]
 
+    def refused(self, what: str, problem: errors.ClocheError) -> errors.ClocheError:
+        """Put on record what a face turned down by itself."""
+        self._turned_down(what, _PROBE, problem)
+        return problem
+
     def _enter(
         self, headers: Headers, what: str, who: Callable[[], Principal]
     ) -> tuple[str, interfaces.Backend]:
