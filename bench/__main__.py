@@ -36,6 +36,7 @@ from bench import (  # noqa: E402
     setup,
     tables,
     throughput,
+    wires,
 )
 from cloche.linux import processes  # noqa: E402
 
@@ -62,6 +63,7 @@ ROWS: dict[str, Measurement] = {
     "row22": pools.burst,
     "row23": pools.sustained,
     "row24": pools.idle,
+    "row40": wires.mcp,
 }
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGE = os.path.join(_ROOT, "docs", "benchmarks.md")

@@ -14,6 +14,9 @@ import mcp_types as types
 import pytest
 from mcp.shared.exceptions import MCPError
 
+from cloche import Sandbox, errors
+from cloche.cli import client as keepers
+from cloche.cli import thin
 from cloche.mcp import tools
 from tests.mcp.conftest import Connect, failure, run, settings_file, success
 
@@ -358,31 +361,41 @@ def test_permissive_has_no_open_network_by_default(connect: Connect) -> None:
     run(main)
 
 
-def test_other_sandboxes_are_out_of_reach(connect: Connect, tmp_path: Path) -> None:
+def test_other_sandboxes_are_out_of_reach(connect: Connect, until: Callable[..., None]) -> None:
     """A keeper has sandboxes of its user's; a model that knows an id does not get in."""
-    from cloche import Sandbox
-    from cloche.cli import client as cli
-
-    os.environ["CLOCHE_KEEPER"] = "on"
+    socket_path = os.path.join(os.environ["CLOCHE_HOME"], "cloche.sock")
+    keeper = keepers.reach_keeper()
     try:
-        with cli.reach_keeper() as keeper:
-            with Sandbox(server=f"unix:{os.environ['CLOCHE_HOME']}/cloche.sock") as own:
+        with Sandbox(server=f"unix:{socket_path}") as own:
+            kept = own.snapshot()
 
-                async def main() -> None:
-                    async with connect() as client:
-                        arguments = {"sandbox": own.id, "command": ["true"]}
-                        told = failure(await client.call_tool("sandbox_exec", arguments))
-                        assert told["code"] == "sandbox_not_found"
-                        assert own.id not in str(success(await client.call_tool("sandbox_list")))
-                        with pytest.raises(MCPError):
-                            await client.read_resource(f"cloche://sandbox/{own.id}/etc/hostname")
-                        made = success(await client.call_tool("sandbox_session_create"))["sandbox"]
-                        assert made in [info.id for info in Sandbox.list(server=own.info().server)]
+            async def main() -> None:
+                async with connect() as client:
+                    call = client.call_tool
+                    told = failure(await call("sandbox_exec", {"sandbox": own.id, "command": ["true"]}))
+                    assert told["code"] == "sandbox_not_found"
+                    assert own.id not in str(success(await call("sandbox_list")))
+                    with pytest.raises(MCPError):
+                        await client.read_resource(f"cloche://sandbox/{own.id}/etc/hostname")
+                    made = success(await call("sandbox_session_create"))["sandbox"]
+                    assert made in [info.id for info in Sandbox.list(server=f"unix:{socket_path}")]
+                    told = failure(await call("sandbox_restore", {"sandbox": made, "snapshot": kept.id}))
+                    assert told["code"] == "snapshot_not_found"
 
-                run(main)
-            keeper.call("stop")
+            run(main)
+            kept.delete()
     finally:
-        os.environ["CLOCHE_KEEPER"] = "off"
+        until(lambda: _leaves(keeper))
+        keeper.close()
+        until(lambda: thin.connect(socket_path) is None)
+
+
+def _leaves(keeper: keepers.Client) -> bool:
+    """A keeper stays while it has a sandbox, and the client's may still be ending."""
+    try:
+        return bool(keeper.call("stop")["stopped"])
+    except errors.ClocheError:
+        return True
 
 
 def test_what_the_network_refused_is_told(connect: Connect) -> None:
