@@ -4,11 +4,23 @@ _ONE_UID = "root inside needs a range of uids, and this sandbox has one"
 _ONE_ROOT = "no private root: programs see the host's, and Landlock says what they may touch"
 _NO_SOCKETS = "no network namespace: sockets are refused altogether, those of the sandbox's own loopback too"
 _ONE_PROC = "no pid namespace: /proc shows that the host's processes exist"
+_NO_DISK = "its files have no disk of their own that could be kept; it refuses with not_supported_by_driver"
 
 ONE_UID = {
     "root_inside_is_nobody_outside": _ONE_UID,
     "root_may_write_the_root_and_the_host_stays": _ONE_UID,
 }
+NO_DISK = dict.fromkeys(
+    (
+        "a_snapshot_brings_files_back",
+        "a_snapshot_is_taken_while_things_run",
+        "forks_have_files_of_their_own",
+        "an_archived_sandbox_comes_back",
+        "a_volume_outlives_its_sandboxes",
+        "one_writes_a_volume_or_several_read_it",
+    ),
+    _NO_DISK,
+)
 PROCESS = {
     "commands_start_in_slash_workspace": "/workspace exists in the API only; commands see the real path",
     "files_belong_to_the_user": "no user namespace: the owner is the caller",
@@ -35,6 +47,8 @@ def of(driver: str, *, root: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     if driver != "namespaces" or not root:
         found |= ONE_UID
+    if driver != "namespaces":
+        found |= NO_DISK
     if driver == "process":
         found |= PROCESS
         found |= {} if root else PROCESS_ORDINARY

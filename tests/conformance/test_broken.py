@@ -290,6 +290,12 @@ NO_GLASS = """
     the_disk_has_the_size_asked_for
     a_full_disk_is_told_by_the_api
     a_full_disk_spares_other_sandboxes
+    a_snapshot_brings_files_back
+    a_snapshot_is_taken_while_things_run
+    forks_have_files_of_their_own
+    an_archived_sandbox_comes_back
+    a_volume_outlives_its_sandboxes
+    one_writes_a_volume_or_several_read_it
 """
 CAUGHT_BY = {name: flaw for flaw, names in FLAWED.items() for name in names.split()}
 

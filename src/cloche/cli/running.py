@@ -64,6 +64,7 @@ def spec_flags(parser: argparse.ArgumentParser) -> None:
     add("--mode", metavar="AGENT", help="instead of a profile: what claude-code, codex or gemini needs")
     add("--template", metavar="T", help="the starting point (default: base)")
     add("--image", metavar="REF", help="what the root is made of (default: the template's)")
+    add("--snapshot", metavar="SNAPSHOT", help="start with the files of a snapshot")
     add("--name", metavar="NAME", help="a name, unique among live sandboxes")
     add("--memory", metavar="MIB", help="memory limit (default: 512)")
     add("--cpus", metavar="N", help="processors (default: 1)")
@@ -94,6 +95,13 @@ def spec_flags(parser: argparse.ArgumentParser) -> None:
         help="dial this address for it",
     )
     add("--secret", metavar="NAME", action="append", default=[], help="a stored credential for its hosts")
+    add(
+        "--volume",
+        metavar="NAME:PATH[:ro]",
+        action="append",
+        default=[],
+        help="show a volume at a path, read-only with :ro",
+    )
     add("--policy", metavar="FILE", help="a policy file (TOML)")
     add("--driver", metavar="NAME", help="the driver to use, where there are several")
     add("--minimum-isolation", metavar="LEVEL", help="process, namespaces (default), gvisor or microvm")
@@ -129,6 +137,11 @@ def _unfit(flag: str, text: str) -> errors.ClocheError:
         return errors.error(
             "argument_invalid", f"--resolve is {text!r}, which is not HOST:PORT:ADDR:PORT",
             hint="cloche run --resolve api.test:443:127.0.0.1:18443 …",
+        )  # fmt: skip
+    if flag == "--volume":
+        return errors.error(
+            "argument_invalid", f"--volume is {text!r}, which is not NAME:PATH or NAME:PATH:ro",
+            hint="cloche run --volume cache:/data …",
         )  # fmt: skip
     return errors.error("limit_invalid", f"{flag} is {text!r}, which is not a number")
 

@@ -27,6 +27,18 @@ def flags(parser: argparse.ArgumentParser, verb: str) -> None:
         parser.add_argument("sandboxes", metavar="ID", nargs="*", help="ids or names (default: all)")
     elif verb != "list":
         parser.add_argument("sandbox", metavar="ID", help="its id or name")
+    if verb == "create":
+        parser.add_argument("--pause-after", metavar="S", help="seconds without use after which it is paused")
+        parser.add_argument(
+            "--archive-after", metavar="S", help="seconds without use after which it is archived"
+        )
+    if verb == "suspend":
+        parser.add_argument(
+            "--mode",
+            metavar="MODE",
+            default="pause",
+            help="pause (default; memory stays), archive (files only) or hibernate",
+        )
     if verb == "extend":
         parser.add_argument("timeout", metavar="S", help="seconds from now, or `none` for no end")
     if verb == "apply":
@@ -69,6 +81,13 @@ def _spec(chosen: argparse.Namespace) -> dict[str, Any]:
     for field, text in lives.items():
         if text is not None:
             said[field] = seconds(text, "--" + field.removesuffix("_s").replace("_", "-"))
+    rungs = {"pause_after_s": chosen.pause_after, "archive_after_s": chosen.archive_after}
+    if any(rungs.values()):
+        said["ladder"] = {
+            field: seconds(text, "--" + field.removesuffix("_s").replace("_", "-"))
+            for field, text in rungs.items()
+            if text is not None
+        }
     import os
 
     spec = rpc.complete(said, settings.load(os.environ).defaults)
@@ -176,7 +195,7 @@ def _extend(server: client.Client, chosen: argparse.Namespace) -> int:
 
 
 def _suspend(server: client.Client, chosen: argparse.Namespace) -> int:
-    info = server.call("suspend", sandbox=chosen.sandbox)
+    info = server.call("suspend", sandbox=chosen.sandbox, mode=chosen.mode)
     _tell(chosen, info, info["phase"])
     return 0
 

@@ -72,6 +72,7 @@ def number(text: str) -> "float | int | None":
 
 _TEXTS = {
     "--profile": "profile", "--mode": "mode", "--template": "template", "--driver": "driver", "--name": "name",
+    "--snapshot": "snapshot",
     "--minimum-isolation": "minimum_isolation",
 }  # fmt: skip
 _LIMITS = {"--memory": "memory_mib", "--cpus": "cpus", "--pids": "pids", "--disk": "disk_mib"}
@@ -85,6 +86,7 @@ VALUED = frozenset(
         "--image",
         "--user",
         "--secret",
+        "--volume",
         *_RULES,
         *_TEXTS,
         *_LIMITS,
@@ -154,6 +156,8 @@ def apply(options: Options, flag: str, text: str) -> bool:
         return apply_rule(options.spec.setdefault("policy", {}).setdefault("network", {}), flag, text)
     elif flag == "--secret":
         options.spec.setdefault("secrets", []).append(text)
+    elif flag == "--volume":
+        return apply_volume(options.spec.setdefault("volumes", {}), text)
     elif flag == "--image":
         if ":" in text and ":/" not in text:  # may be a relative path: rare enough to pay for the nouns
             from cloche import model
@@ -163,6 +167,14 @@ def apply(options: Options, flag: str, text: str) -> bool:
     else:
         options.request[flag[2:]] = text
     return True
+
+
+def apply_volume(volumes: "dict[str, Any]", text: str) -> bool:
+    name, _, path = text.partition(":")
+    read_only = path.endswith(":ro")
+    path = path[:-3] if read_only else path
+    volumes[path] = {"volume": name, "read_only": read_only}
+    return bool(name) and path[:1] == "/"
 
 
 def apply_rule(network: "dict[str, Any]", flag: str, text: str) -> bool:

@@ -253,7 +253,8 @@ class NamespacesDriver(interfaces.Driver):
         finally:
             wire.close_all(opened)
         keeping.check_answer(answer, kept)
-        return msgspec.convert(answer["changes"], list[model.FileChange])
+        changes = sorted(answer["changes"], key=lambda change: str(change["path"]))
+        return msgspec.convert(changes, list[model.FileChange])
 
     def _check_kind(self, start: keeping.Start) -> None:
         if (start.pack < 0) == self.facts.loop_disks:

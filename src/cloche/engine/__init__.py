@@ -859,7 +859,7 @@ class Engine(interfaces.Backend):
             self._volumes.detach(sandbox.id)
 
     async def _keeper_of_volumes(self) -> interfaces.Driver:
-        return await self._placement.choose("namespaces")
+        return await self._placement.choose("process")  # the strongest there is
 
     async def create_volume(self, spec: stock.VolumeSpec) -> stock.VolumeInfo:
         info = await self._volumes.create(spec, await self._keeper_of_volumes())

@@ -33,6 +33,7 @@ from cloche.testing.conformance import (  # noqa: F401, importing declares the b
     isolation,
     life,
     limits,
+    states,
     terminals,
     timing,
 )

@@ -99,6 +99,10 @@ class Bench:
         self._boxes.append(made)
         return made
 
+    async def known(self, sandbox: str) -> Box:
+        """A sandbox that the engine made by itself."""
+        return Box(self.engine, await self.engine.info(sandbox), self.driver.machines[-1])
+
     # ── the host ────────────────────────────────────────────────────────────────────────────────
 
     def neighbour(self) -> Neighbour:
@@ -155,6 +159,34 @@ class Recording(interfaces.Driver):
         made = await self.inner.create(sandbox_id, spec, rules, exposure, image)
         self.machines.append(made)
         return made
+
+    async def restore(
+        self,
+        kept: str,
+        sandbox_id: str,
+        spec: model.SandboxSpec,
+        rules: policy.Merged,
+        exposure: interfaces.Exposure | None = None,
+        image: interfaces.Image | None = None,
+    ) -> interfaces.Machine:
+        made = await self.inner.restore(kept, sandbox_id, spec, rules, exposure, image)
+        self.machines.append(made)
+        return made
+
+    async def compare(self, kept: str, other: str) -> list[model.FileChange]:
+        return await self.inner.compare(kept, other)
+
+    async def make_volume(self, directory: str, size_mib: int) -> model.Limit:
+        return await self.inner.make_volume(directory, size_mib)
+
+    async def volume_used(self, directory: str) -> int:
+        return await self.inner.volume_used(directory)
+
+    async def check_volume(self, directory: str) -> None:
+        await self.inner.check_volume(directory)
+
+    async def remove_volume(self, directory: str) -> None:
+        await self.inner.remove_volume(directory)
 
     async def close(self) -> None:
         await self.inner.close()
