@@ -91,6 +91,8 @@ def owner_lives(owner: str) -> bool:
     pid, _, started = owner.partition(":")
     try:
         with open(f"/proc/{int(pid)}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19] == started.encode()
+            fields = file.read().rpartition(b")")[2].split()
+        # One that has ended and is not reaped yet still has its place in /proc.
+        return fields[19] == started.encode() and fields[0] not in (b"Z", b"X")
     except (OSError, ValueError, IndexError):
         return False

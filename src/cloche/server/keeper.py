@@ -325,8 +325,10 @@ class Connection:
             result = msgspec.structs.replace(result, stdout_bytes=b"", stderr_bytes=b"")
         kept = sandbox if self._calls[channel].keep else None
         report = None
-        if arguments.spec is not None and arguments.spec.get("workspace") and kept is None:
-            # The host's files are put in order after the sandbox's end: only then may the caller go on.
+        said = arguments.spec or {}
+        if (said.get("workspace") or said.get("volumes")) and kept is None:
+            # The host's files are put in order, and volumes are free, after the sandbox's end: only then may the caller
+            # go on.
             await self._drop(sandbox)
             with suppress(errors.ClocheError):
                 report = await self._backend.workspace_report(sandbox)
