@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import httpx
 import pytest
 from mcp.client import Client
@@ -89,5 +91,38 @@ def test_a_tenant_does_not_see_another(served: Served) -> None:
             result = await red.call_tool("sandbox_exec", {"sandbox": box, "command": ["echo", "still"]})
             assert success(result)["stdout"] == "still\n"
             await red.call_tool("sandbox_delete", {"sandbox": box})
+
+    run(main)
+
+
+def test_a_key_does_what_its_scopes_say(served: Served) -> None:
+    made = served.cloche("key", "create", "looker", "--scope", "sandboxes", "--json")
+    key = json.loads(made.stdout)["key"]
+
+    async def main() -> None:
+        async with connect(served, key) as client:
+            told = failure(await client.call_tool("sandbox_run", {"command": ["true"]}))
+            assert told["code"] == "scope_missing"
+            assert success(await client.call_tool("sandbox_list"))["sandboxes"] == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("mode", ["legacy", "2026-07-28"])
+def test_a_cancelled_call_leaves_no_sandbox(served: Served, mode: str) -> None:
+    def live() -> int:
+        with served.client() as http:
+            return sum("mcp" in box["labels"] for box in http.get("/v1/sandboxes").json()["sandboxes"])
+
+    async def main() -> None:
+        async with connect(served, served.key, mode) as client, anyio.create_task_group() as group:
+            group.start_soon(
+                client.call_tool, "sandbox_run", {"command": ["sleep", "7779"], "timeout_ms": 600_000}
+            )
+            while not await anyio.to_thread.run_sync(live):
+                await anyio.sleep(0.02)
+            group.cancel_scope.cancel()
+        while live():
+            await anyio.sleep(0.02)
 
     run(main)
