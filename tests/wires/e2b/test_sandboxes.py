@@ -166,3 +166,31 @@ def test_a_repeated_create_is_the_same_sandbox(http: httpx.Client) -> None:
     assert other.json()["sandboxID"] != first.json()["sandboxID"]
     for made in (first, other):
         assert http.delete(f"/sandboxes/{made.json()['sandboxID']}").status_code == 204
+
+
+def test_a_query_that_means_nothing_is_refused_and_one_that_does_is_obeyed(
+    http: httpx.Client, box: str
+) -> None:
+    for query in ({"limit": "many"}, {"nextToken": "x"}, {"startedAfter": "yesterday"}):
+        assert http.get("/v2/sandboxes", params=query).status_code == 400
+
+    def after(moment: str) -> list[str]:
+        found = http.get("/v2/sandboxes", params={"startedAfter": moment}).raise_for_status().json()
+        return [one["sandboxID"] for one in found]
+
+    assert box in after("2020-01-01T00:00:00Z")
+    assert box not in after("2999-01-01T00:00:00Z")
+
+
+def test_pages_of_snapshots(program: Client, box: str) -> None:
+    made = program("made = [box.create_snapshot().snapshot_id for _ in range(3)]; answer = made")
+    pages = program("""
+        pages, pager = [], Sandbox.list_snapshots(sandbox_id=box.sandbox_id, limit=2)
+        while pager.has_next:
+            pages.append([s.snapshot_id for s in pager.next_items()])
+        for one in made:
+            Sandbox.delete_snapshot(one)
+        answer = pages
+    """)
+    assert [len(page) for page in pages] == [2, 1]
+    assert sorted(pages[0] + pages[1]) == sorted(made)

@@ -184,6 +184,7 @@ async def _start(call: Call, template: str) -> dict[str, str]:
 async def _list(call: Call) -> Response:
     query = call.request.query_params
     wanted = _wanted(call)
+    since = _moment(call, "startedAfter")
     states = [word for word in query.get("state", "running,paused").split(",") if word]
     found = [
         info
@@ -192,15 +193,42 @@ async def _list(call: Call) -> Response:
         and _state(info) in states
         and all(info.labels.get(name) == value for name, value in wanted.items())
         and query.get("template") in (None, "", info.template)
+        and info.created_at > since
     ]
     if query.get("order") == "asc":
         found.reverse()
-    start = int(query.get("nextToken", "0") or "0") if query.get("nextToken", "0").isdigit() else 0
-    limit = min(int(query["limit"]), _PAGE) if query.get("limit", "").isdigit() else _PAGE
-    headers = {"x-total-running": str(sum(info.phase == "running" for info in found))}
+    return _page(
+        call, found, _listed, {"x-total-running": str(sum(_state(info) == "running" for info in found))}
+    )
+
+
+def _page(
+    call: Call, found: list[T], shown: Callable[[T], dict[str, Any]], headers: dict[str, str] | None = None
+) -> Response:
+    """Some of a list, and in a header where the next ones begin."""
+    start, limit = _whole(call, "nextToken", 0), max(1, min(_whole(call, "limit", _PAGE), _PAGE))
+    headers = headers or {}
     if start + limit < len(found):
         headers["x-next-token"] = str(start + limit)
-    return faults.json([_listed(info) for info in found[start : start + limit]], 200, headers)
+    return faults.json([shown(one) for one in found[start : start + limit]], 200, headers)
+
+
+def _whole(call: Call, field: str, default: int) -> int:
+    given = call.request.query_params.get(field, "")
+    if given and not (given.isascii() and given.isdigit()):
+        raise faults.Fault(400, f"{field} is {given[:50]!r}, which is not a number", name="query_invalid")
+    return int(given) if given else default
+
+
+def _moment(call: Call, field: str) -> float:
+    """A time of the query, in seconds; the beginning of time if it is not given."""
+    given = call.request.query_params.get(field, "")
+    try:
+        return datetime.fromisoformat(given).timestamp() if given else 0.0
+    except ValueError:
+        raise faults.Fault(
+            400, f"{field} is {given[:50]!r}, which is not a time", name="query_invalid"
+        ) from None
 
 
 def _wanted(call: Call) -> dict[str, str]:
@@ -321,7 +349,7 @@ async def _snapshot(call: Call) -> Response:
 async def _snapshots(call: Call) -> Response:
     of = call.request.query_params.get("sandboxID")
     found = [made for made in await call.backend.snapshots() if of in (None, "", made.sandbox)]
-    return faults.json([_kept(made.id, made.name) for made in found])
+    return _page(call, found, lambda made: _kept(made.id, made.name))
 
 
 def _kept(identity: str, name: str | None) -> dict[str, Any]:
