@@ -53,6 +53,12 @@ def test_a_dead_sandbox_a_slow_command_and_a_missing_file_are_three_errors(
     assert program("answer = box.is_running()") is False
 
 
+def test_a_sandbox_that_ends_under_a_command(program: Client, box: str, http: httpx.Client) -> None:
+    program("h = box.commands.run('sleep 302', background=True)")
+    http.delete(f"/v1/sandboxes/{box}").raise_for_status()
+    assert refused(program, "h.wait()").name == "SandboxNotRunningException"
+
+
 def test_a_slow_command_is_killed(program: Client, box: str, http: httpx.Client, until) -> None:
     refused(program, "box.commands.run('sleep 301', timeout=1)")
     until(

@@ -194,3 +194,20 @@ def test_pages_of_snapshots(program: Client, box: str) -> None:
     """)
     assert [len(page) for page in pages] == [2, 1]
     assert sorted(pages[0] + pages[1]) == sorted(made)
+
+
+def test_rules_are_enforced(program: Client, box: str, http: httpx.Client) -> None:
+    def denied(host: str) -> list[str]:
+        line = f"python3 -c 'import urllib.request; urllib.request.urlopen(\"http://{host}/\", timeout=20)'"
+        ran = http.post(f"/v1/sandboxes/{box}/exec", json={"command": line}).raise_for_status().json()
+        return [denial["target"] for denial in ran["denials"] if denial["kind"] == "network"]
+
+    rules = (
+        "box.update_network({'allow_out': ['allowed.test', '198.51.100.0/24'], 'deny_out': ['0.0.0.0/0']})"
+    )
+    program(rules)
+    assert any("refused.test" in target for target in denied("refused.test"))
+    assert any("203.0.113.9" in target for target in denied("203.0.113.9"))
+    assert not any(
+        "allowed.test" in target for target in denied("allowed.test")
+    )  # not there, which is no denial
