@@ -281,7 +281,7 @@ class Builder:
         self.lower(source, lower, self.owner_fd if lent else self.map_of(target))
         name = f"u{self.layers}"
         self.layers += 1
-        self.make_private(name, self.lowers(name, source).partition(":")[0], "up", "work")
+        self.make_private(name, self.lowers(name, source)[0], "up", "work")
         upper = f"{self.stage.path}/disk/{name}"
         if lent:  # a workspace: what is written above it can be looked at from outside
             if not self.rootless:
@@ -292,17 +292,17 @@ class Builder:
         extra = "userxattr" if self.rootless else f"index=off,redirect_dir={redirect},volatile"
         syscalls.mount(
             "overlay", self.inside(target), "overlay", _LOCKED,
-            f"lowerdir={self.lowers(name, lower)},upperdir={upper}/up,workdir={upper}/work,{extra}",
+            f"lowerdir={_stacked(self.lowers(name, lower))},upperdir={upper}/up,workdir={upper}/work,{extra}",
         )  # fmt: skip
 
     def open_layer(self) -> int:
         """What is written above the root, as a directory: the first overlay that was made."""
         return os.open(f"{self.stage.path}/disk/u0/up", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def lowers(self, name: str, *last: str) -> str:
+    def lowers(self, name: str, *last: str) -> "list[str]":
         """What lies below a writable layer, the topmost first: the same layer of the disks that were kept, and `last`."""
         kept = [f"{disk}/{name}/up" for disk in self.below]
-        return ":".join(_escape(path) for path in (*(p for p in kept if os.path.isdir(p)), *last))
+        return [*filter(os.path.isdir, kept), *last]
 
     def do_private(self, target: str, shape: str, _options: "dict[str, Any]") -> None:
         name = "p" + target.replace("/", "_")
@@ -311,11 +311,11 @@ class Builder:
             self.make_private(name, shape, "up")
             syscalls.mount(f"{self.stage.path}/disk/{name}/up", self.inside(target), None, _BIND)
             return
-        self.make_private(name, lowers.partition(":")[0], "up", "work")
+        self.make_private(name, lowers[0], "up", "work")
         place = f"{self.stage.path}/disk/{name}"
         syscalls.mount(
             "overlay", self.inside(target), "overlay", _LOCKED,
-            f"lowerdir={lowers},upperdir={place}/up,workdir={place}/work,index=off,redirect_dir=on,volatile",
+            f"lowerdir={_stacked(lowers)},upperdir={place}/up,workdir={place}/work,index=off,redirect_dir=on,volatile",
         )  # fmt: skip
 
     def make_private(self, name: str, shape: str, *parts: str) -> None:
@@ -510,6 +510,11 @@ def _empty(directory: str) -> None:
 def _sized(mib: int) -> str:
     """The options that bound a tmpfs: bytes, and files, because an empty one takes memory too."""
     return f"size={mib}m,nr_inodes={mib * 256}"
+
+
+def _stacked(paths: "list[str]") -> str:
+    """The value of `lowerdir`, the topmost first."""
+    return ":".join(map(_escape, paths))
 
 
 def _escape(path: str) -> str:
