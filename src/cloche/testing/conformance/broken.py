@@ -233,9 +233,10 @@ class PlainMachine(interfaces.Machine):
             for fd in lost:
                 os.close(fd)
         # dup2 onto oneself would leave close-on-exec as it is, and dup gives numbers above the standard three.
-        actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, 100 + n) for n, fd in enumerate(high)]
-        actions += [(os.POSIX_SPAWN_DUP2, 100 + n, n) for n in range(len(high))]
-        actions += [(os.POSIX_SPAWN_CLOSE, 100 + n) for n in range(len(high))]
+        free = max(high) + 1
+        actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, free + n) for n, fd in enumerate(high)]
+        actions += [(os.POSIX_SPAWN_DUP2, free + n, n) for n in range(len(high))]
+        actions += [(os.POSIX_SPAWN_CLOSE, free + n) for n in range(len(high))]
         return actions + self._closing(len(high)), high
 
     def _closing(self, first: int) -> list[tuple[Any, ...]]:
