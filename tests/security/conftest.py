@@ -1,26 +1,27 @@
 """One state directory and one engine for the whole suite; a sandbox per test, or per module where nothing is changed."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cloche.sdk import portal
 from tests.security import glass
 
 
-@pytest.fixture(scope="session", autouse=True)
-def state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An engine in this process, with a state directory that nobody else uses."""
-    home = tmp_path_factory.mktemp("state")
-    before = dict(os.environ)
-    os.environ.update(CLOCHE_HOME=str(home), CLOCHE_KEEPER="off")
-    os.environ.pop("CLOCHE_URL", None)
-    yield home
-    portal.get().close()
-    os.environ.clear()
-    os.environ.update(before)
+@pytest.fixture(scope="session")
+def home_of_the_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state_directory(home_of_the_suite: Path) -> Iterator[Path]:
+    """An engine in this process, with a state directory that nobody else uses. Per module, because the same process runs
+    other suites in between, which have theirs; the engine itself stays until the end of the session."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CLOCHE_HOME", str(home_of_the_suite))
+        environment.setenv("CLOCHE_KEEPER", "off")
+        environment.delenv("CLOCHE_URL", raising=False)
+        yield home_of_the_suite
 
 
 @pytest.fixture
