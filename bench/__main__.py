@@ -34,6 +34,7 @@ from bench import (  # noqa: E402
     pools,
     records,
     setup,
+    states,
     tables,
     throughput,
     wires,
@@ -63,6 +64,10 @@ ROWS: dict[str, Measurement] = {
     "row22": pools.burst,
     "row23": pools.sustained,
     "row24": pools.idle,
+    "row30": states.waking,
+    "row31": states.snapshots,
+    "row33": states.copies,
+    "row34": states.paused,
     "row40": wires.mcp,
 }
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -29,6 +29,7 @@ from cloche.linux import extents, mounts, syscalls
 
 _FORMAT = 1
 _SMALL = 8 << 20  # an image up to this size is copied rather than stacked upon
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 PACK, NOTE = "files.pack", "kept.json"
 
 
@@ -191,6 +192,8 @@ def _copy(image: int, path: str) -> int:
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         extents.copy(image, target)
+        # Whoever attaches it to a loop device waits until it is on the disk: have that begun, and wait for nothing.
+        syscalls.raw("sync_file_range", target, 0, 0, _START_WRITING)
         return os.fstat(target).st_blocks * 512
     finally:
         os.close(target)

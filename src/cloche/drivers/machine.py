@@ -146,9 +146,12 @@ class GuestMachine(interfaces.Machine):
         layer = self.layer.fd if self.layer is not None else -1
         return [fd for fd in (self._disk, self._image, self.upper_fd, layer) if fd >= 0]
 
-    def _let_go_of_disk(self) -> None:
+    def _let_go_of_disk(self, *, keep_image: bool = False) -> None:
+        """With `keep_image`, of all that keeps it mounted, but not yet of its blocks: to free many of them takes time that
+        nobody needs to wait for."""
+        image, self._image = (self._image, -1) if keep_image else (-1, self._image)
         held = self._disk_fds
-        self._disk = self._image = self.upper_fd = -1
+        self._disk, self._image, self.upper_fd = -1, image, -1
         self.layer = None
         wire.close_all(held)
 

@@ -26,6 +26,7 @@ from cloche.linux import cgroups, landlock, mounts
 _MOST_EMBRYOS = 24
 _REFILL_DELAY_S = 0.005
 _READY_TIMEOUT_S = 20.0
+_MANY_BLOCKS = 16 << 10  # of 512 bytes
 
 
 class Facts(NamedTuple):
@@ -618,11 +619,11 @@ class NamespacesMachine(holding.HeldMachine):
         keeping.write_note(directory, kept)
         return interfaces.Saved(kept.size, kept.files)
 
-    def _let_go_of_disk(self) -> None:
+    def _let_go_of_disk(self, *, keep_image: bool = False) -> None:
         below, held = self._stack.below, self._held
         self._stack, self._held = self._stack._replace(below=()), []
         wire.close_all([*(b.fd for b in below), *held])
-        super()._let_go_of_disk()
+        super()._let_go_of_disk(keep_image=keep_image)
 
     async def kill(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -633,7 +634,8 @@ class NamespacesMachine(holding.HeldMachine):
 
     def kill_now(self) -> None:
         """PID 1's death is the death of its pid namespace. Once is enough: nothing survives SIGKILL but a moment."""
-        self._let_go_of_disk()  # before: who lets go last waits for the unmounting
+        # Before: who lets go last waits for the unmounting.
+        self._let_go_of_disk(keep_image=self._image >= 0 and os.fstat(self._image).st_blocks > _MANY_BLOCKS)
         if self._pidfd >= 0 and not self._killed:
             self._killed = True
             with suppress(ProcessLookupError):
