@@ -18,6 +18,7 @@ GROUPS = {
     "defaults": settings.Defaults,
     "keeper": settings.Keeper,
     "guest": settings.Guest,
+    "snapshots": settings.Snapshots,
     "server": settings.Server,
     "mcp": settings.Mcp,
     "audit": settings.Audit,

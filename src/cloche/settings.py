@@ -118,6 +118,14 @@ class Guest(Group, frozen=True, kw_only=True):
     interpreter that waits costs about 10 MiB."""
 
 
+class Snapshots(Group, frozen=True, kw_only=True):
+    """What is kept of sandboxes."""
+
+    unnamed_ttl_s: Seconds | None = 7 * 86_400
+    """Seconds after which `cloche gc`, and the first sandbox of an engine, remove a snapshot that has neither a name nor a tag.
+    Whoever wants one for longer names it. `null` keeps all."""
+
+
 class Server(Group, frozen=True, kw_only=True):
     """`cloche serve`, beyond what the keeper has."""
 
@@ -330,6 +338,7 @@ class Settings(Group, frozen=True, kw_only=True):
     defaults: Defaults = Defaults()
     keeper: Keeper = Keeper()
     guest: Guest = Guest()
+    snapshots: Snapshots = Snapshots()
     server: Server = Server()
     mcp: Mcp = Mcp()
     audit: Audit = Audit()

@@ -485,3 +485,17 @@ def test_a_killed_engine_leaves_it_archived_or_lost_and_nothing_between(make, mo
     assert os.listdir(make.home / "sandboxes") == [info.id for info in found]
     if comes_back:
         assert own.run("box", "cat a") == "kept\n"
+
+
+# ── snapshots that nobody named ────────────────────────────────────────────────────────────────────
+
+
+def test_old_snapshots_without_a_name_are_swept(make):
+    own = make(drivers=fakes())
+    box = own.create(timeout_s=None)
+    named, tagged, unnamed = (own.do(own.engine.snapshot(box, *a)) for a in (("kept",), (None, ["kept"]), ()))
+    own.do(own.engine.sweep())
+    assert len(own.do(own.engine.snapshots())) == 3
+    own.clock.advance(8 * 86_400)
+    assert own.do(own.engine.sweep()) == [unnamed.id]
+    assert {info.id for info in own.do(own.engine.snapshots())} == {named.id, tagged.id}

@@ -1429,7 +1429,11 @@ class Engine(interfaces.Backend):
         for driver in self._placement.started:
             swept += await asyncio.to_thread(driver.sweep, set())
         swept += await asyncio.to_thread(self._workspaces.sweep)
-        swept += await self._shelf.sweep() + await self._sweep_archive() + await self._volumes.sweep()
+        swept += (
+            await self._shelf.sweep(self.settings.snapshots.unnamed_ttl_s)
+            + await self._sweep_archive()
+            + await self._volumes.sweep()
+        )
         await asyncio.to_thread(self._store.settle_claims, reaping.owner_lives, self._clock.time())
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
         for info in lost:

@@ -135,9 +135,16 @@ class Shelf:
         crash.point("remove_snapshot_files:after")
         return info
 
-    async def sweep(self) -> builtins.list[str]:
-        """Remove what dead makers did not finish; the ids."""
-        return await asyncio.to_thread(self._sweep)
+    async def sweep(self, unnamed_ttl_s: float | None = None) -> builtins.list[str]:
+        """Remove what dead makers did not finish, and snapshots that nobody named and that are old; the ids."""
+        swept = await asyncio.to_thread(self._sweep)
+        if unnamed_ttl_s is None or not os.path.isdir(self._directory):  # noqa: ASYNC240
+            return swept
+        for info in await self.list():
+            if not info.name and not info.tags and info.created_at + unnamed_ttl_s <= self._clock.time():
+                await self.delete(info.id)
+                swept.append(info.id)
+        return swept
 
     def _sweep(self) -> builtins.list[str]:
         try:
