@@ -73,8 +73,9 @@ def test_rows_and_files_belong_together(cloche_home, point):
                 result = await own.exec(made, model.ExecRequest(command="cat a"))
                 assert result.stdout == "kept\n"
             for name in found["volumes"]:
-                made = await own.create(model.SandboxSpec(volumes={"/data": model.Mount(volume=name)}))
-                assert (await own.exec(made.id, model.ExecRequest(command="touch /data/x"))).ok
+                volumes = {"/data": model.Mount(volume=name)}
+                made = (await own.create(model.SandboxSpec(volumes=volumes))).id
+                assert (await own.exec(made, model.ExecRequest(command="touch /data/x"))).ok
             for box in found["sandboxes"]:
                 assert (await own.exec(box, model.ExecRequest(command="cat a"))).stdout == "kept\n"
             return found, listed
