@@ -241,3 +241,15 @@ def test_what_a_dead_maker_did_not_finish_is_swept(cloche_home, volume):
     assert {"half", "rowless"} <= set(portal.run(backend.sweep(), home))
     assert volume.name in os.listdir(place)
     assert not {"half.999999999.1", "rowless"} & set(os.listdir(place))
+
+
+def test_a_claim_gets_its_volume_and_a_second_one_does_not(volume, until):
+    with cloche.Pool("base", size=2) as pool:
+        until(lambda: pool.info().ready == 2)
+        box = pool.claim(volumes={"/data": volume.name})
+        assert box.exec("echo x > /data/a; cat /data/a").stdout == "x\n"
+        assert volume.info().attached == {box.id: True}
+        assert code_of(lambda: pool.claim(volumes={"/data": volume.name})) == "volume_in_use"
+        box.delete()
+        with pool.claim(volumes={"/data": f"{volume.name}:ro"}) as reader:
+            assert reader.exec("cat /data/a").stdout == "x\n"

@@ -269,15 +269,16 @@ class Engine(interfaces.Backend):
     async def _bind(self, made: sandboxes.Sandbox, wanted: sandboxes.Wanted, files: dict[str, bytes]) -> None:
         """Give a sandbox that waited everything in which it differs from what is wanted."""
         spec, rules, layers = wanted
+        more = {path: mount for path, mount in spec.volumes.items() if path not in made.spec.volumes}
+        if more:
+            await self._volumes.check(more)
         given = await self._networks.bind(spec, rules, made.id)
         await made.wake()
         before, made.rules, made.layers = made.rules.network, rules, layers
         work = [made.bind(spec, {**given.env, **spec.env}, files)]
         if rules.network != before or given.credentials is not None:
             work.append(self._networks.rebind(made, given))
-        more = {path: mount for path, mount in spec.volumes.items() if path not in made.spec.volumes}
         if more:
-            await self._volumes.check(more)
             work.append(self._volumes.attach(made, more))
         try:
             await asyncio.gather(*work)
