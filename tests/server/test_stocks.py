@@ -13,6 +13,9 @@ from tests.server.test_http import refused
         ("GET", "/v1/claims/nope", None, "claim_not_found"),
         ("GET", "/v1/snapshots/nope", None, "snapshot_not_found"),
         ("DELETE", "/v1/secrets/nope", None, "secret_not_found"),
+        ("GET", "/v1/volumes/nope", None, "volume_not_found"),
+        ("POST", "/v1/volumes", {"name": "v", "size_mib": 0}, "limit_invalid"),
+        ("POST", "/v1/sandboxes", {"volumes": {"/data": {"volume": "nope"}}}, "volume_not_found"),
         ("PUT", "/v1/templates/a", {"name": "b"}, "argument_invalid"),
         ("PUT", "/v1/templates/a", {"name": "a", "colour": 1}, "field_unknown"),
         ("PUT", "/v1/templates/a", {"name": "a", "image": "dir:/etc"}, "host_path_refused"),
@@ -106,3 +109,18 @@ def test_a_secret_is_stored_and_not_shown(http):
     assert [secret["name"] for secret in listed.json()["secrets"]] == ["token"]
     assert "s3cr3t" not in listed.text
     assert http.delete("/v1/secrets/token").status_code == 204
+
+
+def test_a_volume_outlives_its_sandboxes(http):
+    assert http.post("/v1/volumes", json={"name": "kept", "size_mib": 16}).status_code == 201
+    first = http.post("/v1/sandboxes", json={"volumes": {"/data": {"volume": "kept"}}}).json()["id"]
+    http.post(f"/v1/sandboxes/{first}/exec", json={"command": "echo stays > /data/a.txt"})
+    refused(http.delete("/v1/volumes/kept"), "volume_in_use")
+    assert first in http.get("/v1/volumes/kept").json()["attached"]
+    assert http.delete(f"/v1/sandboxes/{first}").status_code == 204
+    second = http.post(
+        "/v1/sandboxes", json={"volumes": {"/data": {"volume": "kept", "read_only": True}}}
+    ).json()["id"]
+    assert http.get(f"/v1/sandboxes/{second}/files", params={"path": "/data/a.txt"}).text == "stays\n"
+    assert http.delete(f"/v1/sandboxes/{second}").status_code == 204
+    assert http.delete("/v1/volumes/kept").status_code == 204

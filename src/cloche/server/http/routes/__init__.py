@@ -10,6 +10,7 @@ from cloche.server.http.routes import (
     sandboxes,
     snapshots,
     stocks,
+    volumes,
 )
 from cloche.server.http.routes.table import TABLE
 
@@ -24,4 +25,5 @@ __all__ = [
     "sandboxes",
     "snapshots",
     "stocks",
+    "volumes",
 ]
