@@ -311,6 +311,7 @@ def test_version_and_help(bare):
     assert max(len(line) for line in shown.splitlines()) <= 80
 
 
+@pytest.mark.alone  # what engines of other tests left would be found too
 def test_gc_says_what_it_found_and_restarts_a_keeper_only_without_sandboxes(one):
     found = one("gc")
     assert (found.returncode, found.stderr) == (0, b"cloche: nothing was left behind\n")

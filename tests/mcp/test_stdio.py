@@ -387,7 +387,14 @@ def test_other_sandboxes_are_out_of_reach(connect: Connect, until: Callable[...,
     finally:
         until(lambda: _leaves(keeper))
         keeper.close()
-        until(lambda: thin.connect(socket_path) is None)
+        until(lambda: _nobody_answers(socket_path))
+
+
+def _nobody_answers(socket_path: str) -> bool:
+    sock = thin.connect(socket_path)
+    if sock is not None:
+        sock.close()
+    return sock is None
 
 
 def _leaves(keeper: keepers.Client) -> bool:
