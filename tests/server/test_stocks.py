@@ -124,3 +124,30 @@ def test_a_volume_outlives_its_sandboxes(http):
     assert http.get(f"/v1/sandboxes/{second}/files", params={"path": "/data/a.txt"}).text == "stays\n"
     assert http.delete(f"/v1/sandboxes/{second}").status_code == 204
     assert http.delete("/v1/volumes/kept").status_code == 204
+
+
+def test_metrics_need_their_scope_and_count(served, http):
+    runner = served.cloche("key", "create", "no-metrics", "--role", "runner").stdout.strip()
+    tenant = served.cloche(
+        "key", "create", "of-brown", "--tenant", "brown", "--role", "viewer"
+    ).stdout.strip()
+    for key in (runner, tenant):
+        with served.client(key) as client:
+            assert client.get("/metrics").json()["error"]["code"] == "scope_missing"
+    watcher = served.cloche("key", "create", "watcher", "--role", "viewer").stdout.strip()
+    assert http.put("/v1/pools/metered", json={"template": "base", "size": 1}).status_code == 200
+    claim = http.post("/v1/claims", json={"pool": "metered"}).json()
+    with served.client(watcher) as client:
+        text = client.get("/metrics").text
+    assert 'cloche_claim_seconds_count{pool="metered"} 1' in text
+    hits, misses = (
+        int(line.rpartition(" ")[2])
+        for name in ("hits", "misses")
+        for line in text.splitlines()
+        if line.startswith(f'cloche_pool_{name}_total{{pool="metered"}}')
+    )
+    assert hits + misses == 1
+    assert 'cloche_http_requests_total{operation="create_claim",status="201"} ' in text
+    assert claim["sandbox"] not in text
+    assert http.delete(f"/v1/claims/{claim['name']}").status_code == 204
+    assert http.delete("/v1/pools/metered").status_code == 204

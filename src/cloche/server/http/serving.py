@@ -21,7 +21,7 @@ from starlette.websockets import WebSocket
 
 from cloche import errors, interfaces, model, settings
 from cloche.server import keys
-from cloche.server.http import answering, doors, frames, openapi
+from cloche.server.http import answering, doors, frames, meters, openapi
 from cloche.server.http.routes import TABLE
 
 _BACKLOG = 2048
@@ -32,17 +32,33 @@ def make_app(
     known: keys.Keys,
     config: settings.Settings,
     *,
-    observe: answering.Observe = lambda *_: None,
     faces: Mapping[str, ASGIApp] | None = None,
     around: Sequence[Callable[..., ASGIApp]] = (),
 ) -> Starlette:
     """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
     `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest."""
     entrance = doors.Doors(known, hosts=config.server.hosts, origins=config.server.origins)
-    answers = answering.Answers(backend, entrance, config, observe=observe)
+    counted = meters.Meters()
+    answers = answering.Answers(backend, entrance, config, observe=counted.observe)
 
     async def describe(request: Request) -> Response:
         return Response(openapi.encoded(TABLE), media_type="application/json")
+
+    async def metrics(request: Request) -> Response:
+        try:
+            entrance.check_host(request.headers)
+            principal = entrance.principal(request.headers)
+            principal.require("metrics")
+            if principal.tenant:
+                raise errors.error(
+                    "scope_missing",
+                    "the metrics are the operator's",
+                    hint="use a key without a tenant",
+                    scope="metrics",
+                )
+        except errors.ClocheError as problem:
+            return answering.failure(problem, model.new_id())
+        return Response(await counted.render(backend), media_type=meters.MEDIA_TYPE)
 
     async def connect(websocket: WebSocket) -> None:
         await frames.connect(websocket, backend, entrance, config)
@@ -62,6 +78,7 @@ def make_app(
         routes=[
             *answers.routes(TABLE),
             Route("/openapi.json", describe, include_in_schema=False),
+            Route("/metrics", metrics, include_in_schema=False),
             WebSocketRoute("/v1/connect", connect),
             *(
                 Route(path, _Application(answers.mounted(path.strip("/"), face)), include_in_schema=False)
