@@ -66,6 +66,7 @@ def test_after_the_end_handles_say_so(python):
 # ── everybody else ─────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.alone  # a forked child of a busy process has a hard time in a hurry
 def test_a_forked_child_makes_its_own(python):
     said = python("""
         import os, warnings, cloche
