@@ -66,7 +66,7 @@ def test_after_the_end_handles_say_so(python):
 # ── everybody else ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.alone  # a forked child of a busy process has a hard time in a hurry
+@pytest.mark.alone  # it hung once beside others, cause not found: a lock held at the fork would look like this
 def test_a_forked_child_makes_its_own(python):
     said = python("""
         import os, warnings, cloche
