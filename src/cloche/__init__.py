@@ -21,8 +21,14 @@ if TYPE_CHECKING:
         ServerUnavailable,
     )
     from cloche.model import (
+        CodeBegan,
+        CodeEnded,
         CodeError,
+        CodeEvent,
+        CodeFailed,
+        CodeOutput,
         CodeResult,
+        CodeShown,
         ContextInfo,
         Denial,
         Denied,
@@ -89,8 +95,14 @@ __all__ = [
     "CapacityExceeded",
     "ClaimInfo",
     "ClocheError",
+    "CodeBegan",
+    "CodeEnded",
     "CodeError",
+    "CodeEvent",
+    "CodeFailed",
+    "CodeOutput",
     "CodeResult",
+    "CodeShown",
     "CommandFailed",
     "Conflict",
     "Context",
@@ -142,7 +154,8 @@ _HOMES = {
         "NotSupported PolicyRefused SandboxError SandboxLost ServerUnavailable"
     ),
     "cloche.model": (
-        "CodeError CodeResult ContextInfo Denial Denied ExecResult ExecutionInfo Exited FileEvent "
+        "CodeBegan CodeEnded CodeError CodeEvent CodeFailed CodeOutput CodeResult CodeShown ContextInfo Denial Denied "
+        "ExecResult ExecutionInfo Exited FileEvent "
         "FileInfo ImageInfo ImageProgress Isolation Limit Output SandboxInfo SandboxUsage StreamEvent Truncated"
     ),
     "cloche.policy": "Policy",

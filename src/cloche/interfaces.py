@@ -739,6 +739,13 @@ class Backend(ABC):
     ) -> model.CodeResult: ...  # fmt: skip
 
     @abstractmethod
+    def run_code_stream(
+        self, sandbox: str, code: str, context: str | None = None, language: str = "python",
+        env: dict[str, str] | None = None, timeout_s: float | None = None,
+    ) -> AsyncIterator[model.CodeEvent]:  # fmt: skip
+        """The same, told as it happens; the last event is `CodeEnded`. Leaving early interrupts the code."""
+
+    @abstractmethod
     async def interrupt_context(self, sandbox: str, context: str) -> None: ...
 
     @abstractmethod

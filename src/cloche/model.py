@@ -652,3 +652,35 @@ class CodeResult(Noun, frozen=True, kw_only=True):
                 text = result.get("text/plain")
                 return None if text is None else str(text)
         return None
+
+
+class CodeBegan(Noun, frozen=True, kw_only=True, tag="began"):
+    """The code is running now; those of its context that came before have ended."""
+
+    execution_count: int
+
+
+class CodeOutput(Noun, frozen=True, kw_only=True, tag="output"):
+    """What code printed, as it does. Characters are never torn."""
+
+    stream: StreamName
+    text: str
+
+
+class CodeShown(Noun, frozen=True, kw_only=True, tag="shown"):
+    """One display, as in `CodeResult.results`."""
+
+    result: dict[str, Any]
+
+
+class CodeFailed(Noun, frozen=True, kw_only=True, tag="failed"):
+    error: CodeError
+
+
+class CodeEnded(Noun, frozen=True, kw_only=True, tag="ended"):
+    """The last event: the whole result, as `run_code` gives it."""
+
+    result: CodeResult
+
+
+CodeEvent = CodeBegan | CodeOutput | CodeShown | CodeFailed | CodeEnded

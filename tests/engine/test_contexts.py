@@ -295,3 +295,112 @@ def test_a_flood_of_text_does_not_stop_the_engine(sandbox, make_sandbox, until):
         assert other.exec("echo alive").stdout == "alive\n"
     sandbox.delete()
     run.join()
+
+
+# ── told as it happens ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stream_of_code_that_cannot_be_is_refused(sandbox):
+    refused(lambda: list(sandbox.run_code_stream("1", language="cobol")), "language_unknown")
+    refused(lambda: list(sandbox.run_code_stream("1", timeout_s=-1)), "limit_invalid")
+    assert sandbox.contexts.list() == []
+
+
+@pytest.mark.parametrize(
+    ("language", "code"),
+    [
+        ("python", "import os, sys, time\nprint('one')\nwhile not os.path.exists('go'): time.sleep(0.01)\nprint('two', file=sys.stderr)"),
+        ("bash", "echo one; while [ ! -e go ]; do sleep 0.01; done; echo two >&2"),
+    ],
+)  # fmt: skip
+def test_code_tells_what_it_prints_while_it_runs(sandbox, language, code):
+    told = []
+    for event in sandbox.run_code_stream(code, language=language):
+        told.append(event)
+        if isinstance(event, cloche.CodeOutput) and event.stream == "stdout":
+            sandbox.files.write("go", "")  # the code waits for it
+    assert told[0] == cloche.CodeBegan(execution_count=1)
+    assert told[1:3] == [
+        cloche.CodeOutput(stream="stdout", text="one\n"),
+        cloche.CodeOutput(stream="stderr", text="two\n"),
+    ]
+    (ended,) = told[3:]
+    assert (ended.result.stdout, ended.result.stderr, ended.result.error) == ("one\n", "two\n", None)
+
+
+def test_what_is_printed_and_shown_comes_in_order_and_whole(sandbox):
+    code = "print('a')\ndisplay(1)\nprint('b')\n{}['c']"
+    told = list(sandbox.run_code_stream(code))
+    assert [type(event).__name__ for event in told] == [
+        "CodeBegan", "CodeOutput", "CodeShown", "CodeOutput", "CodeFailed", "CodeEnded",
+    ]  # fmt: skip
+    assert told[2].result["text/plain"] == "1"
+    assert told[4].error.name == "KeyError"
+    assert told[5].result.error == told[4].error
+
+
+def test_a_character_is_never_torn(sandbox):
+    code = "import os\nfor b in 'é€'.encode(): os.write(1, bytes([b]))\nos.write(1, b'\\xff\\xe2')"
+    told = list(sandbox.run_code_stream(code))
+    text = "".join(event.text for event in told if isinstance(event, cloche.CodeOutput))
+    assert text == told[-1].result.stdout == "é€\ufffd\ufffd"
+
+
+def test_leaving_a_stream_interrupts_the_code_and_keeps_the_state(sandbox):
+    for event in sandbox.run_code_stream("kept = 3\nprint('on')\nwhile True: pass"):
+        if isinstance(event, cloche.CodeOutput):
+            break
+    assert sandbox.run_code("kept").text == "3"
+
+
+def test_a_stream_past_its_time_keeps_what_was_printed(sandbox):
+    sandbox.run_code("1")
+    told = list(sandbox.run_code_stream("print('said')\nwhile True: pass", timeout_s=1))
+    assert told[-1].result.error.name == "TimeoutError"
+    assert told[-1].result.stdout == "said\n"
+
+
+def test_a_stream_of_a_context_that_dies_says_so(sandbox):
+    told = []
+    with pytest.raises(cloche.SandboxLost) as caught:
+        told.extend(sandbox.run_code_stream("import os\nprint('last', flush=True)\nos._exit(1)"))
+    assert caught.value.code == "context_lost"
+    assert sandbox.run_code("2").text == "2"
+
+
+def test_callbacks_are_told(sandbox):
+    out: list[str] = []
+    err: list[str] = []
+    shown: list[dict] = []
+    code = "import sys\nprint('o')\nprint('e', file=sys.stderr)\n5"
+    result = sandbox.run_code(code, on_stdout=out.append, on_stderr=err.append, on_result=shown.append)
+    assert ("".join(out), "".join(err), [s["text/plain"] for s in shown]) == ("o\n", "e\n", ["5"])
+    assert result.text == "5"
+    context = sandbox.contexts.create()
+    context.run("print(1)", on_stdout=lambda text: out.append(sandbox.files.list("/") and text))
+    assert out[-1] == "1\n"
+
+
+def test_a_callback_that_raises_interrupts_the_code(sandbox):
+    def complain(text):
+        raise ValueError(text)
+
+    with pytest.raises(ValueError, match="on"):
+        sandbox.run_code("kept = 4\nprint('on')\nwhile True: pass", on_stdout=complain)
+    assert sandbox.run_code("kept").text == "4"
+
+
+def test_an_asynchronous_handle_calls_back_in_its_own_loop():
+    told = []
+
+    async def main():
+        here = asyncio.get_running_loop()
+
+        async def tell(text):
+            told.append((asyncio.get_running_loop() is here, text))
+
+        async with AsyncSandbox() as box:
+            await box.run_code("print('x')", on_stdout=tell)
+
+    asyncio.run(main())
+    assert told == [(True, "x\n")]

@@ -305,6 +305,24 @@ def test_code_keeps_its_state(http, box):
     assert http.delete(f"/v1/sandboxes/{box}/contexts/{made}").status_code == 204
 
 
+def test_code_is_told_as_it_runs(http, box):
+    refused(http.post("/v1/sandboxes/nobody/code/stream", json={"code": "1"}), "sandbox_not_found")
+    refused(
+        http.post(f"/v1/sandboxes/{box}/code/stream", json={"code": "1", "language": "c"}), "language_unknown"
+    )
+    code = "import os, time\nprint('x')\nwhile not os.path.exists('go'): time.sleep(0.01)\n1 / 0"
+    kinds = []
+    with http.stream("POST", f"/v1/sandboxes/{box}/code/stream", json={"code": code}) as response:
+        for kind, data, _ in events(response):
+            kinds.append(kind)
+            if kind == "stdout":
+                assert data == {"text": "x\n"}
+                http.put(f"/v1/sandboxes/{box}/files", params={"path": "go"}, content=b"").raise_for_status()
+    assert kinds == ["start", "stdout", "failed", "exit"]
+    assert data["error"]["name"] == "ZeroDivisionError"
+    assert data["stdout"] == "x\n"
+
+
 def test_stdin_and_signals_reach_a_command(http, box):
     url = f"/v1/sandboxes/{box}/executions"
     started = http.post(url, json={"command": ["cat"], "open_stdin": True}).json()["id"]

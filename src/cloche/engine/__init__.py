@@ -11,7 +11,7 @@ import builtins
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -1286,6 +1286,29 @@ class Engine(interfaces.Backend):
         self, sandbox: str, code: str, context: str | None = None, language: str = "python",
         env: dict[str, str] | None = None, timeout_s: float | None = None,
     ) -> model.CodeResult:  # fmt: skip
+        async with self._coding(sandbox, code, context, language, env, timeout_s) as (chosen, given):
+            given.append(await chosen.run(code, env=env, timeout_s=timeout_s))
+        return given[0]
+
+    async def run_code_stream(
+        self, sandbox: str, code: str, context: str | None = None, language: str = "python",
+        env: dict[str, str] | None = None, timeout_s: float | None = None,
+    ) -> AsyncIterator[model.CodeEvent]:  # fmt: skip
+        async with (
+            self._coding(sandbox, code, context, language, env, timeout_s) as (chosen, given),
+            aclosing(chosen.follow(code, env=env, timeout_s=timeout_s)) as followed,  # type: ignore[type-var]
+        ):
+            async for event in followed:
+                if isinstance(event, model.CodeEnded):
+                    given.append(event.result)
+                yield event
+
+    @asynccontextmanager
+    async def _coding(
+        self, sandbox: str, code: str, context: str | None, language: str, env: dict[str, str] | None,
+        timeout_s: float | None,
+    ) -> AsyncIterator[tuple[code_contexts.Context, builtins.list[model.CodeResult]]]:  # fmt: skip
+        """The context for a piece of code, on record; its user puts the result into the list."""
         model.check_environment(env or {})
         policy.check_environment(self._find(sandbox).rules, env or {})
         model.check_seconds("timeout_s", timeout_s)
@@ -1305,11 +1328,9 @@ class Engine(interfaces.Backend):
                 context=chosen.id,
             )
         )
-        failed = True
+        given: builtins.list[model.CodeResult] = []
         try:
-            result = await chosen.run(code, env=env, timeout_s=timeout_s)
-            failed = result.error is not None
-            return result
+            yield chosen, given
         except errors.SandboxLost:
             if context is None:  # the default context is replaced by a fresh one next time
                 found.contexts.pop(chosen.id, None)
@@ -1324,7 +1345,7 @@ class Engine(interfaces.Backend):
                     time=now,
                     actor="guest",
                     execution=execution,
-                    exit_code=1 if failed else 0,
+                    exit_code=0 if given and given[0].error is None else 1,
                     duration_ms=(now - began) * 1000,
                 )
             )

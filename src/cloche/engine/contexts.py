@@ -4,16 +4,20 @@ A context is an execution whose descriptor 3 is a socket to the engine and whose
 (the guest's interpreter and shells modules say what is spoken). Results arrive as frames on the socket, printed text on the
 pipes; a frame is sent after the text before it was flushed, so when `done` arrives the pipes hold all of the run's text.
 What comes out of a context is an attacker's: frames are bounded and decoded by a schema.
+
+A follower of a run reads what the run has collected, from where it stopped. Nothing is kept for it, so one that never reads
+costs no memory; and because a result's place in both texts is noted when its frame comes, it gets everything in order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +28,6 @@ from cloche import errors, interfaces, model
 _CHUNK = 256 * 1024
 _TURNS = 8  # chunks read from one pipe before others get their turn
 _MAX_FRAME = 64 << 20
-_TURNS = 8
 _MAX_STATUS = 8
 _MAX_OUTPUT = 16 * 1024 * 1024
 _READY_TIMEOUT_S = 30.0
@@ -67,10 +70,13 @@ _decode = msgspec.json.Decoder(Frame).decode
 
 
 class Run:
-    """One piece of code under way."""
+    """One piece of code under way, and what came of it so far."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, news: asyncio.Event | None) -> None:
         self.id = run_id
+        self.news = news  # of whoever follows it
+        self.texts: list[bytearray] = [bytearray(), bytearray()]
+        self.places: list[tuple[int, int]] = []  # how much text there was when each result came
         self.results: list[dict[str, Any]] = []
         self.size = 0  # of the results together, as they came
         self.error: model.CodeError | None = None
@@ -78,6 +84,46 @@ class Run:
         self.status: int | None = None
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tell(self) -> None:
+        if self.news is not None:
+            self.news.set()
+
+
+class Follower:
+    """How far somebody has read a run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._began = self._failed = False
+        self._read = [0, 0]
+        self._shown = 0
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in run.texts]
+
+    def rest(self, *, final: bool = False) -> Iterator[model.CodeEvent]:
+        """What is new. `final`: no more will come, so what waits for the rest of a character does not wait."""
+        run = self._run
+        if not self._began and (final or run.started.done()):
+            self._began = True
+            yield model.CodeBegan(execution_count=run.count)
+        while self._shown < len(run.results):
+            yield from self._text(run.places[self._shown])
+            yield model.CodeShown(result=run.results[self._shown])
+            self._shown += 1
+        yield from self._text((len(run.texts[0]), len(run.texts[1])), final=final)
+        if run.error is not None and not self._failed:
+            self._failed = True
+            yield model.CodeFailed(error=run.error)
+
+    def _text(self, upto: tuple[int, int], *, final: bool = False) -> Iterator[model.CodeOutput]:
+        names: tuple[model.StreamName, model.StreamName] = ("stdout", "stderr")
+        for number, name in enumerate(names):
+            upto_here = min(upto[number], _MAX_OUTPUT)
+            data = bytes(self._run.texts[number][self._read[number] : upto_here])
+            self._read[number] = max(upto_here, self._read[number])
+            text = self._decoders[number].decode(data, final)
+            if text:
+                yield model.CodeOutput(stream=name, text=text)
 
 
 class Context:
@@ -263,22 +309,27 @@ class Context:
     # ── a run ───────────────────────────────────────────────────────────────────────────────────
 
     async def run(
-        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None
-    ) -> model.CodeResult:
-        """Run code and wait. Runs of one context queue up; the user's error is part of the result."""
+        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None,
+        begin: Callable[[Run], None] | None = None, news: asyncio.Event | None = None,
+    ) -> model.CodeResult:  # fmt: skip
+        """Run code and wait. Runs of one context queue up; the user's error is part of the result.
+
+        `begin` is told of the run when its turn has come; from then on `news` is set when there is more of it.
+        """
         async with self._lock:
             if self._socket is None:
                 raise errors.error(
                     "context_lost", "the context has ended", hint="restart it, or create another"
                 )
             self._runs += 1
-            self._run = Run(str(self._runs))
-            self._texts()
-            for text in self._pipes.values():
-                text.clear()  # what threads printed between runs belongs to none
+            self._texts()  # what threads printed between runs belongs to none
+            self._run = run = Run(str(self._runs), news)
+            self._pipes = dict(zip(self._pipes, run.texts, strict=True))
+            if begin is not None:
+                begin(run)
             try:
                 await self._send_code(code, env)
-                return await self._await_done(self._run, timeout_s)
+                return await self._await_done(run, timeout_s)
             except asyncio.CancelledError:
                 # Nobody waits for the result any more; the next run must not wait for this one.
                 with suppress(errors.ClocheError):
@@ -286,6 +337,38 @@ class Context:
                 raise
             finally:
                 self._run = None
+                self._pipes = {fd: bytearray() for fd in self._pipes}
+
+    async def follow(
+        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> AsyncIterator[model.CodeEvent]:
+        """The same, told as it happens. Leaving interrupts the code."""
+        news = asyncio.Event()
+        followers: list[Follower] = []
+        running = asyncio.ensure_future(
+            self.run(
+                code,
+                env=env,
+                timeout_s=timeout_s,
+                begin=lambda run: followers.append(Follower(run)),
+                news=news,
+            )
+        )
+        running.add_done_callback(lambda _: news.set())
+        try:
+            while not running.done():
+                await news.wait()
+                news.clear()
+                for follower in followers:
+                    for event in follower.rest():
+                        yield event
+            for follower in followers:
+                for event in follower.rest(final=True):
+                    yield event
+            yield model.CodeEnded(result=running.result())
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
 
     async def _send_code(self, code: str, env: dict[str, str] | None) -> None:
         assert self._socket is not None
@@ -304,7 +387,9 @@ class Context:
             message = (prefix + code).encode() + b"\0"
         await self._loop.sock_sendall(self._socket, message)
         if not self._interpreter.frames:
+            self._run.count = self._runs
             self._run.started.set_result(None)  # a shell says nothing before its status
+            self._run.tell()
 
     async def _await_done(self, run: Run, timeout_s: float | None) -> model.CodeResult:
         try:
@@ -317,7 +402,8 @@ class Context:
             run.error = model.CodeError(
                 name="TimeoutError", value=f"the code ran longer than {timeout_s:g} s", traceback=""
             )
-        texts = [bytes(text[:_MAX_OUTPUT]).decode("utf-8", "replace") for text in self._texts()] or ["", ""]
+        self._texts()
+        texts = [bytes(text[:_MAX_OUTPUT]).decode("utf-8", "replace") for text in run.texts]
         return model.CodeResult(
             results=tuple(run.results), stdout=texts[0], stderr=texts[1], error=run.error, execution_count=run.count,
             exit_code=run.status,
@@ -427,6 +513,8 @@ class Context:
                 return
             if len(text) < _MAX_OUTPUT:
                 text += data
+                if self._run is not None:
+                    self._run.tell()
 
     def _readable(self) -> None:
         assert self._socket is not None
@@ -454,7 +542,6 @@ class Context:
         if whole and self._run is not None and not self._run.done.done():
             status = whole[0]
             self._run.status = int(status) if status.isdigit() and len(status) <= _MAX_STATUS else 1
-            self._run.count = self._runs
             self._run.done.set_result(None)
 
     def _take_frames(self) -> None:
@@ -491,9 +578,14 @@ class Context:
         if run is None or frame.id != run.id or run.done.done():
             return
         if frame.op == "started" and not run.started.done():
+            run.count = frame.count
             run.started.set_result(None)
+            run.tell()
         elif frame.op == "result" and len(run.results) < 1000 and run.size + size <= _MAX_FRAME:
             run.size += size
+            self._texts()
+            run.places.append((len(run.texts[0]), len(run.texts[1])))
+            run.tell()
             run.results.append(
                 {**frame.data, "main": frame.main, **({"extra": frame.extra} if frame.extra else {})}
             )

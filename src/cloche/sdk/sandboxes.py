@@ -8,9 +8,10 @@ property, and `list` last in its class, because after it the name means the meth
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from cloche import errors, interfaces, model, rpc, settings
@@ -297,10 +298,35 @@ class AsyncContext(Handle):
         return self._info.language
 
     async def run(
-        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None
+        self,
+        code: str,
+        *,
+        env: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+        on_stdout: Callable[[str], Any] | None = None,
+        on_stderr: Callable[[str], Any] | None = None,
+        on_result: Callable[[dict[str, Any]], Any] | None = None,
     ) -> model.CodeResult:
-        """Run code; its own error is part of the result. Runs of one context queue up."""
-        return await self._do(self._backend.run_code(self._id, code, self.id, self.language, env, timeout_s))
+        """Run code; its own error is part of the result. Runs of one context queue up.
+
+        The callbacks are told what the code prints and shows, as it does. They run in a thread of their own, an
+        asynchronous handle's in its loop; one that raises interrupts the code.
+        """
+        if on_stdout is None and on_stderr is None and on_result is None:
+            return await self._do(
+                self._backend.run_code(self._id, code, self.id, self.language, env, timeout_s)
+            )
+        followed = self.run_stream(code, env=env, timeout_s=timeout_s)
+        return await _told(followed, self._home, on_stdout, on_stderr, on_result)
+
+    async def run_stream(
+        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> AsyncIterator[model.CodeEvent]:
+        """Run code and yield what it prints and shows as it does; the last event is `CodeEnded`. Leaving early interrupts it."""
+        async for event in self._each(
+            self._backend.run_code_stream(self._id, code, self.id, self.language, env, timeout_s)
+        ):
+            yield event
 
     async def interrupt(self) -> None:
         """Interrupt what runs; the context and its state stay."""
@@ -780,9 +806,33 @@ class AsyncSandbox(Handle):
         language: str = "python",
         env: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        on_stdout: Callable[[str], Any] | None = None,
+        on_stderr: Callable[[str], Any] | None = None,
+        on_result: Callable[[dict[str, Any]], Any] | None = None,
     ) -> model.CodeResult:
-        """Run code in the language's default context, which keeps its state. The code's own error is no exception."""
-        return await self._do(self._backend.run_code(self._id, code, None, language, env, timeout_s))
+        """Run code in the language's default context, which keeps its state. The code's own error is no exception.
+
+        The callbacks are told what the code prints and shows, as it does. They run in a thread of their own, an
+        asynchronous handle's in its loop; one that raises interrupts the code.
+        """
+        if on_stdout is None and on_stderr is None and on_result is None:
+            return await self._do(self._backend.run_code(self._id, code, None, language, env, timeout_s))
+        followed = self.run_code_stream(code, language=language, env=env, timeout_s=timeout_s)
+        return await _told(followed, self._home, on_stdout, on_stderr, on_result)
+
+    async def run_code_stream(
+        self,
+        code: str,
+        *,
+        language: str = "python",
+        env: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[model.CodeEvent]:
+        """Run code and yield what it prints and shows as it does; the last event is `CodeEnded`. Leaving early interrupts it."""
+        async for event in self._each(
+            self._backend.run_code_stream(self._id, code, None, language, env, timeout_s)
+        ):
+            yield event
 
     async def info(self) -> model.SandboxInfo:
         """What it is and how it is held: isolation, limits, warnings, when it ends. To look is not to use."""
@@ -921,6 +971,36 @@ def _recipe(
             "recipe_invalid", f"{path!r} cannot be read: {cause}", hint="check the path"
         ) from None
     return text, os.path.abspath(directory or os.path.dirname(path))
+
+
+async def _told(
+    followed: AsyncIterator[model.CodeEvent],
+    home: portal.Portal,
+    on_stdout: Callable[[str], Any] | None,
+    on_stderr: Callable[[str], Any] | None,
+    on_result: Callable[[dict[str, Any]], Any] | None,
+) -> model.CodeResult:
+    """Hand what code prints and shows to callbacks; the whole result."""
+    async with aclosing(followed) as events:  # type: ignore[type-var]
+        async for event in events:
+            match event:
+                case model.CodeOutput(stream=stream, text=text):
+                    await _call(on_stdout if stream == "stdout" else on_stderr, text, home)
+                case model.CodeShown(result=result):
+                    await _call(on_result, result, home)
+                case model.CodeEnded(result=whole):
+                    return whole
+    raise errors.error("internal_error", "the code ended, and nothing was said of how")
+
+
+async def _call(callback: Callable[[Any], Any] | None, item: Any, home: portal.Portal) -> None:
+    """In the caller's loop; for a blocking handle, whose coroutines run in the portal's loop, in a thread."""
+    if callback is None:
+        return
+    loop = asyncio.get_running_loop()
+    said = await loop.run_in_executor(None, callback, item) if loop is home.loop else callback(item)
+    if inspect.isawaitable(said):
+        await said
 
 
 async def _make_image(

@@ -7,7 +7,7 @@ used from any thread, and inside a running event loop (a notebook), which they b
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from cloche import model
@@ -191,10 +191,37 @@ class Context(Handle):
         return self._async.language
 
     def run(
-        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None
+        self,
+        code: str,
+        *,
+        env: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+        on_stdout: Callable[[str], Any] | None = None,
+        on_stderr: Callable[[str], Any] | None = None,
+        on_result: Callable[[dict[str, Any]], Any] | None = None,
     ) -> model.CodeResult:
-        """Run code; its own error is part of the result. Runs of one context queue up."""
-        return portal.run(self._async.run(code, env=env, timeout_s=timeout_s), self._home)
+        """Run code; its own error is part of the result. Runs of one context queue up.
+
+        The callbacks are told what the code prints and shows, as it does. They run in a thread of their own, an
+        asynchronous handle's in its loop; one that raises interrupts the code.
+        """
+        return portal.run(
+            self._async.run(
+                code,
+                env=env,
+                timeout_s=timeout_s,
+                on_stdout=on_stdout,
+                on_stderr=on_stderr,
+                on_result=on_result,
+            ),
+            self._home,
+        )
+
+    def run_stream(
+        self, code: str, *, env: dict[str, str] | None = None, timeout_s: float | None = None
+    ) -> Iterator[model.CodeEvent]:
+        """Run code and yield what it prints and shows as it does; the last event is `CodeEnded`. Leaving early interrupts it."""
+        return portal.iterate(self._async.run_stream(code, env=env, timeout_s=timeout_s), self._home)
 
     def interrupt(self) -> None:
         """Interrupt what runs; the context and its state stay."""
@@ -591,10 +618,39 @@ class Sandbox(Handle):
         language: str = "python",
         env: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        on_stdout: Callable[[str], Any] | None = None,
+        on_stderr: Callable[[str], Any] | None = None,
+        on_result: Callable[[dict[str, Any]], Any] | None = None,
     ) -> model.CodeResult:
-        """Run code in the language's default context, which keeps its state. The code's own error is no exception."""
+        """Run code in the language's default context, which keeps its state. The code's own error is no exception.
+
+        The callbacks are told what the code prints and shows, as it does. They run in a thread of their own, an
+        asynchronous handle's in its loop; one that raises interrupts the code.
+        """
         return portal.run(
-            self._async.run_code(code, language=language, env=env, timeout_s=timeout_s), self._home
+            self._async.run_code(
+                code,
+                language=language,
+                env=env,
+                timeout_s=timeout_s,
+                on_stdout=on_stdout,
+                on_stderr=on_stderr,
+                on_result=on_result,
+            ),
+            self._home,
+        )
+
+    def run_code_stream(
+        self,
+        code: str,
+        *,
+        language: str = "python",
+        env: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[model.CodeEvent]:
+        """Run code and yield what it prints and shows as it does; the last event is `CodeEnded`. Leaving early interrupts it."""
+        return portal.iterate(
+            self._async.run_code_stream(code, language=language, env=env, timeout_s=timeout_s), self._home
         )
 
     def info(self) -> model.SandboxInfo:

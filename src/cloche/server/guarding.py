@@ -22,7 +22,7 @@ SCOPES: dict[str, str] = dict(
     for scope, methods in {
         "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy follow_asks answer_ask snapshot restore fork "
         "snapshots snapshot_info delete_snapshot diff_snapshots",
-        "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code "
+        "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code run_code_stream "
         "interrupt_context restart_context delete_context fork_context",
         "volumes": "create_volume volumes volume delete_volume",
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 import typing
@@ -41,6 +42,57 @@ class Event(NamedTuple):
     kind: str
     data: Any
     id: str | None = None
+
+
+class Begun(AsyncIterator[Event]):
+    """Events whose first has come already, or is waited for. Closing it closes them, whether or not any was taken."""
+
+    def __init__(self, first: asyncio.Future[Event], events: AsyncIterator[Event]) -> None:
+        self._first: asyncio.Future[Event] | None = first
+        self._events = events
+
+    async def __anext__(self) -> Event:
+        if self._first is None:
+            return await anext(self._events)
+        first, self._first = self._first, None
+        try:
+            return await first
+        except BaseException:
+            await _settled(first)
+            raise
+
+    async def aclose(self) -> None:
+        if self._first is not None:
+            await _settled(self._first)
+        close = getattr(self._events, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def _settled(first: asyncio.Future[Event]) -> None:
+    first.cancel()
+    await asyncio.wait((first,))
+    if not first.cancelled():
+        first.exception()
+
+
+async def begun(events: AsyncIterator[Event], within_s: float | None = None) -> AsyncIterator[Event]:
+    """The events once there is one, or that time is up: what is refused before the first is an answer and no stream."""
+
+    async def step() -> Event:
+        return await anext(events)
+
+    first: asyncio.Future[Event] = asyncio.ensure_future(step())
+    made = Begun(first, events)
+    try:
+        await asyncio.wait((first,), timeout=within_s)
+        problem = first.exception() if first.done() else None
+        if problem is not None and not isinstance(problem, StopAsyncIteration):
+            raise problem
+    except BaseException:
+        await made.aclose()
+        raise
+    return made
 
 
 class Query(NamedTuple):

@@ -284,6 +284,21 @@ class Ran(Answer, frozen=True, kw_only=True):
         return cls(text=result.text, **same)
 
 
+class CodeStart(Answer, frozen=True, kw_only=True):
+    """Event `start`: the code runs; those of its context before it have ended."""
+
+    execution_count: int
+
+
+class CodeText(Answer, frozen=True, kw_only=True):
+    """Events `stdout` and `stderr` of code."""
+
+    text: str
+
+
+CodeEvent = CodeStart | CodeText | dict[str, Any] | model.CodeError | Ran
+
+
 # ── the journal ────────────────────────────────────────────────────────────────────────────────────
 
 

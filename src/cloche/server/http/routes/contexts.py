@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
 from cloche import model
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
+from cloche.server.http.operations import Event, Stream, begun
 from cloche.server.http.routes.table import operation
 
 _HERE = "/v1/sandboxes/{sandbox}/contexts"
+_PATIENCE_S = 5.0  # for a first event: code may have to wait for its turn
 _ERRORS = "sandbox_not_found sandbox_lost context_not_found"
 
 
@@ -23,6 +28,39 @@ async def run_code(call: Call, sandbox: str, body: wire.Code) -> wire.Ran:
         sandbox, body.code, body.context, body.language, body.env, body.timeout_s
     )
     return wire.Ran.of(result)
+
+
+@operation(
+    "POST",
+    "/v1/sandboxes/{sandbox}/code/stream",
+    scope="exec",
+    errors=f"{_ERRORS} context_busy language_unknown",
+)
+async def stream_code(call: Call, sandbox: str, body: wire.Code) -> Stream[wire.CodeEvent]:
+    """The same as server-sent events: `start`, `stdout`, `stderr`, `result`, `failed` (the code's own error), and `exit` with the whole result.
+
+    A client that leaves interrupts the code; the context keeps its state.
+    """
+    followed = call.backend.run_code_stream(
+        sandbox, body.code, body.context, body.language, body.env, body.timeout_s
+    )
+    return Stream(await begun(_code_events(followed), _PATIENCE_S))
+
+
+async def _code_events(followed: AsyncIterator[model.CodeEvent]) -> AsyncIterator[Event]:
+    async with aclosing(followed) as events:  # type: ignore[type-var]
+        async for event in events:
+            match event:
+                case model.CodeBegan(execution_count=count):
+                    yield Event("start", wire.CodeStart(execution_count=count))
+                case model.CodeOutput(stream=stream, text=text):
+                    yield Event(stream, wire.CodeText(text=text))
+                case model.CodeShown(result=result):
+                    yield Event("result", result)
+                case model.CodeFailed(error=error):
+                    yield Event("failed", error)
+                case model.CodeEnded(result=whole):
+                    yield Event("exit", wire.Ran.of(whole))
 
 
 @operation("POST", _HERE, scope="exec", status=201, errors="sandbox_not_found language_unknown cwd_not_found")
