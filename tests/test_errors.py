@@ -24,9 +24,9 @@ NOUNS = {
     "action", "address", "body", "claim", "key", "method", "pool", "rate", "route", "scope", "snapshot", "startup", "version", "volume",
     "image", "recipe",
     "apply", "argument", "audit", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
-    "execution", "field", "file", "flag", "guest", "host", "internal", "isolation", "kernel", "language", "launcher",
-    "limit", "mode", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "question", "sandbox", "secret", "secrets", "server",
-    "settings", "signal", "socket", "state", "template", "user", "wait", "workspace",
+    "execution", "field", "file", "flag", "guest", "head", "host", "internal", "isolation", "kernel", "language", "launcher",
+    "limit", "mode", "name", "network", "output", "path", "peer", "permission", "policy", "profile", "question", "reader", "request", "sandbox", "secret", "secrets", "server",
+    "settings", "signal", "socket", "state", "template", "url", "user", "wait", "workspace",
 }  # fmt: skip
 
 

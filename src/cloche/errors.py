@@ -90,6 +90,10 @@ TABLE: dict[str, Face] = {
     "image_too_large": _LARGE,
     "file_too_large": _LARGE,
     "body_too_large": _LARGE,
+    "head_too_large": Face(431, 125, -32602, "RequestHeaderFieldsTooLarge"),
+    "url_too_long": Face(414, 125, -32602, "RequestUriTooLong"),
+    "request_too_slow": Face(408, 125, -32603, "Timeout", retryable=True),
+    "request_malformed": _BAD,
     "method_refused": Face(405, 125, -32601, "MethodNotAllowed"),
     "address_unavailable": _BAD,
     "output_too_large": _LARGE,
@@ -168,7 +172,10 @@ TABLE: dict[str, Face] = {
     # the server
     "server_unavailable": _AWAY,
     "server_version_mismatch": Face(426, 125, -32603, "UpgradeRequired"),
+    "server_busy": _AWAY,
+    "server_stopping": _AWAY,
     "connection_lost": _AWAY,
+    "reader_too_slow": _AWAY,
     "audit_unavailable": _AWAY,
     "network_unavailable": _AWAY,
     "image_registry_failed": _AWAY,
@@ -303,7 +310,7 @@ _CODES: dict[type[ClocheError], str] = {
     CapacityExceeded: "capacity_exceeded rate_exceeded disk_full wait_timeout",
     NotSupported: "linux_only kernel_feature_missing needs_subuids not_supported_by_driver image_tool_missing",
     ServerUnavailable: (
-        "server_unavailable server_version_mismatch connection_lost audit_unavailable network_unavailable "
+        "server_unavailable server_version_mismatch server_busy server_stopping connection_lost reader_too_slow audit_unavailable network_unavailable "
         "image_registry_failed"
     ),
     CommandFailed: "command_failed",

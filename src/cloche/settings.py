@@ -156,6 +156,23 @@ class Server(Group, frozen=True, kw_only=True):
     """Seconds that a reader of a stream may take nothing before it is cut. Its output stays in the log, to be read again from
     where it left."""
 
+    header_timeout_s: Seconds = 15
+    """Seconds from the first byte of a request's head to its last. Slower ones get `request_too_slow`."""
+
+    body_timeout_s: Seconds = 30
+    """Seconds that a request's body may stand still. On the whole it must also not come slower than 500 bytes a second beyond
+    that. Slower ones get `request_too_slow`."""
+
+    idle_timeout_s: Seconds = 75
+    """Seconds that a connection may stay open without a request. A minute and a quarter is more than most clients keep theirs."""
+
+    max_connections: Positive = 16_384
+    """Connections over HTTP at a time, at most three quarters of the descriptors that the process may have. Who comes when all are
+    taken gets the place of the one that has been without a request for the longest; if all have one, `server_busy`."""
+
+    ping_s: Seconds = 20
+    """Seconds between two pings on a WebSocket, and seconds that the client has to answer one before it counts as gone."""
+
     e2b_network: Literal["open", "off"] = "open"
     """The network of a sandbox that an E2B client makes without saying anything about it. E2B's is open; `off` lets out only who
     asks. The operator's policy holds either way."""

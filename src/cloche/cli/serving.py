@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import socket
 import sys
 from contextlib import suppress
@@ -15,6 +16,7 @@ import msgspec
 from cloche import errors, settings, wiring
 from cloche.cli import keeper as process
 from cloche.cli import talk
+from cloche.drivers import spawning
 from cloche.mcp.http import HttpFace
 from cloche.server import keeper, keys
 
@@ -61,8 +63,9 @@ def _holder(home: str) -> str:
 
 async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None:
     from cloche.compat import e2b
-    from cloche.server.http import serving  # uvicorn and Starlette: only here
+    from cloche.server.http import connections, serving  # uvicorn and Starlette: only here
 
+    watch = connections.Watch(connections.Limits.of(config.server, _raise_descriptors()))
     listener = serving.listen(config.server.host, config.server.port)
     known = keys.Keys(config.home)
     key_file = first_key(config.home, known)
@@ -75,14 +78,22 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
     kept = keeper.Keeper(engine, engine, idle_exit_s=None, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(process.Complaints())
     tools = HttpFace(config)
-    app = serving.make_app(engine, known, config, faces={"/mcp": tools}, around=[e2b.Face])
-    http = asyncio.ensure_future(serving.serve(app, listener, config))
+    app = serving.make_app(engine, known, config, faces={"/mcp": tools}, around=[e2b.Face], watch=watch)
+    http = asyncio.ensure_future(serving.serve(app, listener, config, watch))
     http.add_done_callback(lambda _: kept.leave())
     frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http, tools)))
     await asyncio.sleep(0)
     _greet(url, path, key_file, as_json=as_json)
     await frames
     await _stop(http, tools)
+
+
+def _raise_descriptors() -> int:
+    """As many descriptors as this process may have; what sandboxes are given stays as it was."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spawning.soft_descriptors = soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 async def _stop(http: asyncio.Future[None], tools: HttpFace) -> None:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from cloche.drivers.launcher import main; main(3)"
 CAP_SYS_ADMIN = 21
 _SEND_BUFFER = 512 * 1024  # as `guest.wire.pair`
+_LIMIT = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({soft}, r.getrlimit(r.RLIMIT_NOFILE)[1])); "
+
+soft_descriptors: int | None = None
+"""The limit for launchers, and so for sandboxes, where this process has raised its own."""
 
 
 class Launch:
@@ -51,6 +55,8 @@ def start() -> Launch:
     if there.fileno() == 3:
         os.set_inheritable(3, True)  # dup2 onto itself keeps close-on-exec
     program = _PROGRAM.format(root=root)
+    if soft_descriptors is not None:
+        program = _LIMIT.format(soft=soft_descriptors) + program
     # An empty environment: nothing of the caller's enters, not even by accident of inheritance.
     pid = os.posix_spawn(
         sys.executable, [sys.executable, "-I", "-S", "-c", program], {}, file_actions=actions

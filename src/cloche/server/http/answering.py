@@ -218,7 +218,7 @@ class Answers:
         if isinstance(result, Response):
             return result
         if isinstance(result, operations.Stream):
-            return EventStream(result.events, self._config.server.write_timeout_s)
+            return EventStream(result.events)
         if result is None:
             return Response(status_code=operation.status)
         if isinstance(result, bytes):
@@ -275,15 +275,15 @@ async def _gone(request: Request) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, each flushed as it happens. Who takes nothing for too long is cut."""
+    """Server-sent events, each flushed as it happens: the next is asked for when the socket has room (`connections` cuts who takes
+    nothing for too long)."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[operations.Event], patience_s: float) -> None:
+    def __init__(self, events: AsyncIterator[operations.Event]) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -294,7 +294,7 @@ class EventStream(Response):
         finally:
             for task in (writing, leaving):
                 task.cancel()
-            with suppress(asyncio.CancelledError, TimeoutError, OSError):
+            with suppress(asyncio.CancelledError, OSError):
                 await writing
             await _close(self._events)
 
@@ -307,12 +307,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
-        message = {"type": "http.response.body", "body": data, "more_body": True}
-        try:
-            await asyncio.wait_for(send(message), self._patience_s)
-        except TimeoutError:
-            log.warning("a stream was cut: its reader took nothing for %s s", self._patience_s)
-            raise
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _with_heartbeat(events: AsyncIterator[operations.Event]) -> AsyncIterator[operations.Event | None]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cloche import interfaces, stock
+from cloche.server.http import connections
 
 MEDIA_TYPE = "text/plain; version=0.0.4"
 _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -27,7 +28,8 @@ _POOL = (
 class Meters:
     """Counts requests; asks the engine for the rest when somebody looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: connections.Watch | None = None) -> None:
+        self._watch = watch
         self._answers: Counter[tuple[str, int]] = Counter()
         self._buckets: dict[str, list[int]] = {}
         self._seconds: dict[str, float] = {}
@@ -45,6 +47,7 @@ class Meters:
             *(f'cloche_sandboxes{{phase="{phase}"}} {count}' for phase, count in sorted(phases.items())),
             *_pools(await backend.pools()),
             *self._requests(),
+            *self._connections(),
         ]
         return ("\n".join(lines) + "\n").encode()
 
@@ -60,6 +63,23 @@ class Meters:
                 yield f'cloche_http_request_seconds_bucket{{operation="{operation}",le="{bound}"}} {total}'
             yield f'cloche_http_request_seconds_sum{{operation="{operation}"}} {self._seconds[operation]:.6f}'
             yield f'cloche_http_request_seconds_count{{operation="{operation}"}} {total}'
+
+    def _connections(self) -> Iterator[str]:
+        if self._watch is None:
+            return
+        yield from _family(
+            "cloche_connections", "gauge", "Connections over HTTP, by whether they have a request."
+        )
+        quiet = self._watch.quiet
+        yield f'cloche_connections{{state="active"}} {self._watch.count - quiet}'
+        yield f'cloche_connections{{state="idle"}} {quiet}'
+        yield from _family(
+            "cloche_connections_cut_total",
+            "counter",
+            "Connections that the server ended, by the code that says why.",
+        )
+        for code, count in sorted(self._watch.cut.items()):
+            yield f'cloche_connections_cut_total{{code="{code}"}} {count}'
 
 
 def _pools(pools: list[stock.PoolInfo]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from starlette.websockets import WebSocket
 
 from cloche import errors, interfaces, model, settings
 from cloche.server import keys
-from cloche.server.http import answering, doors, frames, meters, openapi
+from cloche.server.http import answering, connections, doors, frames, meters, openapi
 from cloche.server.http.routes import TABLE
 
 _BACKLOG = 2048
@@ -34,11 +34,12 @@ def make_app(
     *,
     faces: Mapping[str, ASGIApp] | None = None,
     around: Sequence[Callable[..., ASGIApp]] = (),
+    watch: connections.Watch | None = None,
 ) -> Starlette:
     """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
     `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest."""
     entrance = doors.Doors(known, hosts=config.server.hosts, origins=config.server.origins)
-    counted = meters.Meters()
+    counted = meters.Meters(watch)
     answers = answering.Answers(backend, entrance, config, observe=counted.observe)
 
     async def describe(request: Request) -> Response:
@@ -110,13 +111,17 @@ class Server(uvicorn.Server):
         yield
 
 
-async def serve(app: Starlette, listener: socket.socket, config: settings.Settings) -> None:
+async def serve(
+    app: Starlette, listener: socket.socket, config: settings.Settings, watch: connections.Watch
+) -> None:
     """Serve until cancelled; then drain."""
+    http, websocket = connections.protocols(watch)
     server = Server(
         uvicorn.Config(
-            app, loop="none", http="httptools", ws="websockets-sansio", log_config=None, access_log=False, lifespan="off",
-            server_header=False, ws_max_size=64 << 20, ws_per_message_deflate=False, date_header=False, timeout_keep_alive=75, backlog=_BACKLOG,
-            timeout_graceful_shutdown=int(config.server.drain_s) or 1, h11_max_incomplete_event_size=1 << 16,
+            app, loop="none", http=http, ws=websocket, log_config=None, access_log=False, lifespan="off", server_header=False,
+            ws_max_size=64 << 20, ws_per_message_deflate=False, ws_ping_interval=config.server.ping_s,
+            ws_ping_timeout=config.server.ping_s, date_header=False, timeout_keep_alive=int(config.server.idle_timeout_s) or 1,
+            backlog=_BACKLOG, timeout_graceful_shutdown=int(config.server.drain_s) or 1,
         )
     )  # fmt: skip
     running = asyncio.ensure_future(server.serve(sockets=[listener]))
