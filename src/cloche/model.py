@@ -71,16 +71,24 @@ class Resources(Noun, frozen=True, kw_only=True):
 DEFAULT_RESOURCES = Resources()
 
 
+AtTimeout = Literal["delete", "pause", "archive"]
+
+
 class Ladder(Noun, frozen=True, kw_only=True):
-    """How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`."""
+    """How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`.
+
+    `at_timeout` is what the end of `timeout_s` does: delete, or suspend. One that it suspended has no end until it is needed
+    again, and then a new life as long as the last; where policy limits lives, suspension is one more of them.
+    """
 
     pause_after_s: float | None = None
     """Memory stays; resuming takes about a millisecond."""
     archive_after_s: float | None = None
     """Files only; processes end. Survives a restart of the machine."""
+    at_timeout: AtTimeout = "delete"
 
     def check(self) -> None:
-        for field in self.__struct_fields__:
+        for field in ("pause_after_s", "archive_after_s"):
             check_seconds(field, getattr(self, field))
         first, then = self.pause_after_s, self.archive_after_s
         if first is not None and then is not None and then <= first:

@@ -272,13 +272,39 @@ def test_a_member_that_dies_is_replaced(home):
     run(check())
 
 
+def test_a_sandbox_of_the_same_template_and_shape_is_a_member(home):
+    async def main():
+        async with Bench(home) as bench:
+            pool = await bench.pool(size=2)
+            other = await bench.engine.create(
+                model.SandboxSpec(template="base", resources=model.Resources(disk_mib=77))
+            )
+            assert other.id not in pool.members  # a disk is made with its sandbox
+            assert (await bench.engine.pool("base")).hits == 0
+            made = await bench.engine.create(
+                model.SandboxSpec(env={"A": "1"}, labels={"l": "x"}, timeout_s=77, tenant="blue")
+            )
+            assert made.id in pool.members
+            assert (made.labels, made.timeout_s, made.tenant) == ({"l": "x"}, 77, "blue")
+            [machine] = [m for m in bench.live if any(b.env.get("A") == "1" for b in m.bindings)]
+            assert machine is not None
+            assert (await bench.engine.pool("base")).hits == 1
+            again = [
+                await bench.engine.create(model.SandboxSpec()) for _ in range(3)
+            ]  # more than there are members
+            assert len({made.id, other.id, *(info.id for info in again)}) == 5
+
+    run(main())
+
+
 def test_members_count_against_the_engines_capacity(home):
     async def check():
         async with Bench(home, max_sandboxes=3) as bench:
             await bench.pool(size=2)
-            await bench.engine.create(model.SandboxSpec())
+            larger = model.SandboxSpec(resources=model.Resources(disk_mib=77))  # which no member can become
+            await bench.engine.create(larger)
             with refused("capacity_exceeded"):
-                await bench.engine.create(model.SandboxSpec())
+                await bench.engine.create(larger)
 
     run(check())
 

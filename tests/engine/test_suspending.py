@@ -319,6 +319,59 @@ def test_time_counts_while_paused_and_while_archived(make):
     assert os.listdir(make.home / "sandboxes") == []
 
 
+def test_time_that_suspends_instead_of_ending(make):
+    own = make()
+    paused = own.create(ladder={"at_timeout": "pause"}, timeout_s=100)
+    archived = own.create(ladder={"at_timeout": "archive"}, timeout_s=100)
+    ended = own.create(timeout_s=100)
+    for box in (paused, archived):
+        own.run(box, "echo kept > a")
+    own.pass_time(101)
+    assert [own.phase(box) for box in (paused, archived, ended)] == ["paused", "archived", None]
+    own.pass_time(10_000)
+    for box, phase in ((paused, "paused"), (archived, "archived")):
+        assert own.phase(box) == phase  # suspended, it has no end
+        assert own.do(own.engine.info(box)).expires_at is None
+        assert own.run(box, "cat a") == "kept\n"
+        left = own.do(own.engine.info(box)).expires_at - own.clock.time()
+        assert left == pytest.approx(100, abs=1)  # and awake a new life
+    own.pass_time(101)
+    assert [own.phase(box) for box in (paused, archived)] == ["paused", "archived"]
+
+
+def test_time_suspends_what_runs_something(make):
+    own = make()
+    box = own.create(ladder={"at_timeout": "pause"}, timeout_s=100)
+    started = own.do(own.engine.start(box, model.ExecRequest(command="sleep 1000")))
+    own.pass_time(101)
+    assert own.phase(box) == "paused"
+    own.do(own.engine.signal(box, started.id, 9))
+    assert own.do(own.engine.wait(box, started.id)).signal == 9
+
+
+def test_what_cannot_be_suspended_ends_when_its_time_is_up(make, monkeypatch):
+    async def pause(self):
+        raise cloche.errors.error("not_supported_by_driver", "there is no freezer")
+
+    monkeypatch.setattr(FakeMachine, "pause", pause)
+    own = make(drivers=fakes())
+    box = own.create(ladder={"at_timeout": "pause"}, timeout_s=100)
+    own.pass_time(101)
+    assert own.phase(box) is None
+
+
+def test_where_lives_are_limited_suspension_is_one_more(make):
+    os.makedirs(make.home, mode=0o700, exist_ok=True)
+    own = make(drivers=fakes())
+    box = own.create(ladder={"at_timeout": "pause"}, timeout_s=100, policy={"limits": {"timeout_s": 100}})
+    own.pass_time(101)
+    assert own.phase(box) == "paused"
+    own.pass_time(99)
+    assert own.phase(box) == "paused"
+    own.pass_time(2)
+    assert own.phase(box) is None
+
+
 def test_a_driver_that_cannot_says_so_once(make, monkeypatch):
     async def pause(self):
         raise cloche.errors.error("not_supported_by_driver", "there is no freezer")

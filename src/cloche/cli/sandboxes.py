@@ -32,6 +32,12 @@ def flags(parser: argparse.ArgumentParser, verb: str) -> None:
         parser.add_argument(
             "--archive-after", metavar="S", help="seconds without use after which it is archived"
         )
+        parser.add_argument(
+            "--at-timeout",
+            metavar="WHAT",
+            choices=("delete", "pause", "archive"),
+            help="what the end of its time does: delete (default), pause or archive",
+        )
     if verb == "suspend":
         parser.add_argument(
             "--mode",
@@ -82,12 +88,15 @@ def _spec(chosen: argparse.Namespace) -> dict[str, Any]:
         if text is not None:
             said[field] = seconds(text, "--" + field.removesuffix("_s").replace("_", "-"))
     rungs = {"pause_after_s": chosen.pause_after, "archive_after_s": chosen.archive_after}
-    if any(rungs.values()):
-        said["ladder"] = {
-            field: seconds(text, "--" + field.removesuffix("_s").replace("_", "-"))
-            for field, text in rungs.items()
-            if text is not None
-        }
+    ladder: dict[str, Any] = {
+        field: seconds(text, "--" + field.removesuffix("_s").replace("_", "-"))
+        for field, text in rungs.items()
+        if text is not None
+    }
+    if chosen.at_timeout is not None:
+        ladder["at_timeout"] = chosen.at_timeout
+    if ladder:
+        said["ladder"] = ladder
     import os
 
     spec = rpc.complete(said, settings.load(os.environ).defaults)

@@ -192,16 +192,26 @@ class Engine(interfaces.Backend):
         image: interfaces.Image | None,
     ) -> sandboxes.Sandbox:
         """One that waits and can take on all that is wanted, else a new one."""
-        found = self._stock.guesses.take(wanted) if self._guesses and image is None else None
+        begun = time.perf_counter()
+        waits = image is None and start is None
+        pooled = self._stocked.take(wanted) if waits and self._stocked is not None else None
+        found = pooled
+        if found is None and waits and self._guesses:
+            found = self._stock.guesses.take(wanted)
         if found is None:
             return await self._build(wanted, sandbox_id, start=start, image=image)
         try:
             await self._bind(found, wanted, {})
+        except (errors.NotSupported, errors.SandboxLost):
+            await self._discard(found, "it could not be bound")
+            return await self._build(wanted, sandbox_id)
         except BaseException:
             await self._discard(found, "it could not be bound")
             raise
         if wanted.spec.full_name is not None:
             self._names[wanted.spec.full_name] = found.id
+        if pooled is not None:
+            self._stock.served(wanted.spec.template, (time.perf_counter() - begun) * 1000)
         return found
 
     async def _build(
@@ -602,6 +612,16 @@ class Engine(interfaces.Backend):
         finally:
             found.resting = False
             self._reaper.look_again(found)
+
+    async def _suspend_expired(self, found: sandboxes.Sandbox) -> None:
+        rung = found.ladder.at_timeout
+        try:
+            if found.phase == "running" or rung == "archive":
+                await self._suspend(found, rung)
+        except errors.ClocheError as problem:
+            await self._end(
+                found, "expired", f"its time was up, and it could not be suspended: {problem.message}"
+            )
 
     # ── archived ones ───────────────────────────────────────────────────────────────────────────
 
@@ -1028,6 +1048,9 @@ class Engine(interfaces.Backend):
         await self._give_back(sandbox)
 
     def _expire(self, sandbox: sandboxes.Sandbox, reason: str) -> None:
+        if reason == "expired" and sandbox.outlive():
+            self._spawn(self._suspend_expired(sandbox), f"suspend {sandbox.id}")
+            return
         words = "its time was up" if reason == "expired" else "nobody used it"
         self._spawn(
             self._end(sandbox, "expired" if reason == "expired" else "idle", words), f"end {sandbox.id}"

@@ -136,14 +136,18 @@ class Pool:
             self._pause.cancel()
         self._pause = asyncio.get_running_loop().call_later(_PAUSE_S, self.look)
 
-    def take(self, wanted: stock.Requirements) -> sandboxes.Sandbox | str:
-        """A member, which is the caller's from now on, or why there is none."""
+    def take(
+        self, wanted: stock.Requirements, fits: Callable[[sandboxes.Sandbox], bool] = lambda _: True
+    ) -> sandboxes.Sandbox | str:
+        """A member, which is the caller's from now on, or why there is none. One that does not fit stays."""
         while True:
             choice = claiming.choose(
                 self._candidates(), wanted, current=self.version.id, update=self.spec.update
             )
             if choice.id is None:
                 return choice.reason
+            if not fits(self._ready[choice.id].sandbox):
+                return claiming.NO_MATCH.format(what="it was built differently")
             del self._members[choice.id]
             taken = self._ready.pop(choice.id).sandbox
             self._look_after_claims()

@@ -64,6 +64,8 @@ class Sandbox:
         self.snapshot = spec.snapshot
         """Whose files it has, and has changed since."""
         self.ladder = spec.ladder
+        self._renewal: float | None = None
+        """How long it lives from its waking on, where its time has suspended it."""
         self.resting = False
         """Whether a rung of the ladder is being taken."""
         self.revive: Callable[[Sandbox], Awaitable[None]] = _cannot_revive
@@ -109,7 +111,7 @@ class Sandbox:
         if new:
             for context in self.contexts.values():
                 await context.set_environment(new)
-        self.spec = spec
+        self.spec, self.ladder = spec, spec.ladder
         self.created_at = self._clock.time()
         self._life = expiry.Life(
             since=self._clock.monotonic(), timeout_s=spec.timeout_s, idle_timeout_s=spec.idle_timeout_s
@@ -131,10 +133,28 @@ class Sandbox:
         self._life = self._life._replace(
             since=self._clock.monotonic() - (info.timeout_s or 0) + (left or 0), timeout_s=info.timeout_s
         )
+        if left is None and self.ladder.at_timeout != "delete":
+            self._renewal = self.spec.timeout_s
 
     def extend(self, timeout_s: float | None) -> None:
         model.check_seconds("timeout_s", timeout_s)
         self._life = expiry.extend(self._life, self._clock.monotonic(), timeout_s)
+        self._renewal = None
+
+    def outlive(self) -> bool:
+        """Whether the end of its time suspends it instead of ending it; its life is then without end, where policy allows that,
+        and as long again where not."""
+        if self.ladder.at_timeout == "delete" or self._renewal is not None:
+            return False
+        length = self._life.timeout_s
+        try:
+            policy.check_timeout(self.rules, None)
+            left = None
+        except errors.PolicyRefused:
+            left = length
+        self.extend(left)
+        self._renewal = length
+        return True
 
     @property
     def expires_at(self) -> float | None:
@@ -403,6 +423,8 @@ class Sandbox:
                 return
             self._asked = False
             self.touch()
+            if self._renewal is not None:
+                self.extend(self._renewal)
         self.on_rest(self)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from cloche import errors, events, interfaces, model, settings, stock
 from cloche.engine import claims, pools, sandboxes, templates
+from cloche.lifecycle import claims as binding
 from cloche.lifecycle import pools as planning
 
 
@@ -55,6 +56,22 @@ class Stock:
 
     async def _make(self, spec: model.SandboxSpec) -> sandboxes.Sandbox:
         return await self._house.build(self._house.judge(spec), ahead=True)
+
+    def take(self, wanted: sandboxes.Wanted) -> sandboxes.Sandbox | None:
+        """A member of the pool that has the name of the wanted sandbox's template, if it can take on all that is wanted."""
+        pool = self._pools.get(wanted.spec.template)
+        if pool is None or pool.spec.template != wanted.spec.template:
+            return None
+        found = pool.take(binding.NOTHING, lambda member: _fits(member, wanted))
+        if found == binding.NO_MEMBER or isinstance(found, sandboxes.Sandbox):
+            pool.arrived()
+        return found if isinstance(found, sandboxes.Sandbox) else None
+
+    def served(self, template: str, ms: float) -> None:
+        """A member of the pool of that name became a sandbox that was created."""
+        pool = self._pools.get(template)
+        if pool is not None:
+            pool.served(ms, warm=True)
 
     # ── pools ───────────────────────────────────────────────────────────────────────────────────
 
@@ -172,6 +189,13 @@ class Stock:
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()), self.guesses.close())
         await self.claims.close()
+
+
+def _fits(member: sandboxes.Sandbox, wanted: sandboxes.Wanted) -> bool:
+    return (
+        binding.unbindable(member.spec, wanted.spec) is None
+        and binding.fixed_rules(member.rules, wanted.rules) is None
+    )
 
 
 def _version_conflict(name: str, wanted: int, found: int) -> errors.ClocheError:

@@ -71,6 +71,7 @@ class Shape(TypedDict, total=False):
     snapshot: str | Identified | None
     pause_after_s: float | None
     archive_after_s: float | None
+    at_timeout: model.AtTimeout | None
     volumes: dict[str, str | model.Mount] | None
     server: str | None
 
@@ -580,6 +581,7 @@ class AsyncSandbox(Handle):
         snapshot: str | Identified | None = None,
         pause_after_s: float | None = None,
         archive_after_s: float | None = None,
+        at_timeout: model.AtTimeout | None = None,
         volumes: dict[str, str | model.Mount] | None = None,
         server: str | None = None,
     ) -> None:
@@ -610,7 +612,7 @@ class AsyncSandbox(Handle):
             "secrets": secrets,
             "stay": stay,
             "snapshot": None if snapshot is None else _id_of(snapshot),
-            "ladder": _ladder(pause_after_s, archive_after_s),
+            "ladder": _ladder(pause_after_s, archive_after_s, at_timeout),
             "volumes": {path: _mounted(what) for path, what in (volumes or {}).items()} or None,
         }
         times = {"timeout_s": timeout_s, "idle_timeout_s": idle_timeout_s}
@@ -1051,10 +1053,11 @@ def _mounted(what: str | model.Mount) -> dict[str, Any]:
     return {"volume": chosen.volume, "read_only": chosen.read_only}
 
 
-def _ladder(pause_after_s: float | None, archive_after_s: float | None) -> dict[str, float | None] | None:
-    if pause_after_s is None and archive_after_s is None:
-        return None
-    return {"pause_after_s": pause_after_s, "archive_after_s": archive_after_s}
+def _ladder(
+    pause_after_s: float | None, archive_after_s: float | None, at_timeout: model.AtTimeout | None
+) -> dict[str, float | str] | None:
+    rungs = {"pause_after_s": pause_after_s, "archive_after_s": archive_after_s, "at_timeout": at_timeout}
+    return {rung: value for rung, value in rungs.items() if value is not None} or None
 
 
 def _id_of(noun: str | Identified) -> str:

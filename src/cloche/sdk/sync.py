@@ -452,6 +452,7 @@ class Sandbox(Handle):
         snapshot: str | Identified | None = None,
         pause_after_s: float | None = None,
         archive_after_s: float | None = None,
+        at_timeout: model.AtTimeout | None = None,
         volumes: dict[str, str | model.Mount] | None = None,
         server: str | None = None,
     ) -> None:
@@ -485,6 +486,7 @@ class Sandbox(Handle):
                 snapshot=snapshot,
                 pause_after_s=pause_after_s,
                 archive_after_s=archive_after_s,
+                at_timeout=at_timeout,
                 volumes=volumes,
                 server=server,
             )
