@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         Isolation,
         Limit,
         Output,
+        PortInfo,
         SandboxInfo,
         SandboxUsage,
         StreamEvent,
@@ -54,18 +55,22 @@ if TYPE_CHECKING:
     )
     from cloche.sdk.sandboxes import (
         AsyncContext,
+        AsyncForward,
         AsyncImage,
         AsyncProcess,
         AsyncSandbox,
         AsyncSnapshot,
+        AsyncTunnel,
         AsyncVolume,
     )
     from cloche.sdk.sync import (
         Context,
+        Forward,
         Image,
         Process,
         Sandbox,
         Snapshot,
+        Tunnel,
         Volume,
         run,
     )
@@ -86,11 +91,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncContext",
+    "AsyncForward",
     "AsyncImage",
     "AsyncPool",
     "AsyncProcess",
     "AsyncSandbox",
     "AsyncSnapshot",
+    "AsyncTunnel",
     "AsyncVolume",
     "CapacityExceeded",
     "ClaimInfo",
@@ -114,6 +121,7 @@ __all__ = [
     "Exited",
     "FileEvent",
     "FileInfo",
+    "Forward",
     "Image",
     "ImageInfo",
     "ImageProgress",
@@ -128,6 +136,7 @@ __all__ = [
     "PolicyRefused",
     "Pool",
     "PoolInfo",
+    "PortInfo",
     "Process",
     "Requirements",
     "Sandbox",
@@ -142,6 +151,7 @@ __all__ = [
     "Template",
     "TemplateInfo",
     "Truncated",
+    "Tunnel",
     "Volume",
     "VolumeInfo",
     "put_template",
@@ -156,12 +166,12 @@ _HOMES = {
     "cloche.model": (
         "CodeBegan CodeEnded CodeError CodeEvent CodeFailed CodeOutput CodeResult CodeShown ContextInfo Denial Denied "
         "ExecResult ExecutionInfo Exited FileEvent "
-        "FileInfo ImageInfo ImageProgress Isolation Limit Output SandboxInfo SandboxUsage StreamEvent Truncated"
+        "FileInfo ImageInfo ImageProgress Isolation Limit Output PortInfo SandboxInfo SandboxUsage StreamEvent Truncated"
     ),
     "cloche.policy": "Policy",
     "cloche.sdk.pools": "AsyncPool Template",
-    "cloche.sdk.sandboxes": "AsyncContext AsyncImage AsyncProcess AsyncSandbox AsyncSnapshot AsyncVolume",
-    "cloche.sdk.sync": "Context Image Process Sandbox Snapshot Volume run",
+    "cloche.sdk.sandboxes": "AsyncContext AsyncForward AsyncImage AsyncProcess AsyncSandbox AsyncSnapshot AsyncTunnel AsyncVolume",
+    "cloche.sdk.sync": "Context Forward Image Process Sandbox Snapshot Tunnel Volume run",
     "cloche.sdk.sync_pools": "Pool put_template",
     "cloche.stock": "ClaimInfo PoolInfo Requirements SnapshotInfo TemplateInfo VolumeInfo",
 }

@@ -49,6 +49,7 @@ _LARGE = Face(413, 125, -32602, "RequestEntityTooLarge")
 _FULL = Face(429, 125, -32603, "TooManyRequests", retryable=True)
 _BROKEN = Face(500, 125, -32603, "InternalError", retryable=None)
 _UNSUPPORTED = Face(501, 125, -32603, "NotImplemented")
+_GATEWAY = Face(502, 125, -32603, "BadGateway", retryable=True)
 _AWAY = Face(503, 125, -32603, "ServiceUnavailable", retryable=True)
 
 TABLE: dict[str, Face] = {
@@ -110,6 +111,7 @@ TABLE: dict[str, Face] = {
     "peer_refused": _FORBIDDEN,
     "key_missing": _UNKNOWN,
     "key_refused": _UNKNOWN,
+    "link_refused": _UNKNOWN,
     "scope_missing": _FORBIDDEN,
     "apply_refused": _FORBIDDEN,
     "image_layer_refused": _FORBIDDEN,
@@ -176,6 +178,8 @@ TABLE: dict[str, Face] = {
     "server_stopping": _AWAY,
     "connection_lost": _AWAY,
     "reader_too_slow": _AWAY,
+    "port_closed": _GATEWAY,
+    "port_misbehaved": _GATEWAY,
     "audit_unavailable": _AWAY,
     "network_unavailable": _AWAY,
     "image_registry_failed": _AWAY,
@@ -292,7 +296,7 @@ class InternalError(ClocheError):
 _CODES: dict[type[ClocheError], str] = {
     PolicyRefused: (
         "host_path_refused permission_denied user_refused isolation_too_low network_refused peer_refused apply_refused "
-        "key_missing key_refused scope_missing image_layer_refused image_auth_required "
+        "key_missing key_refused link_refused scope_missing image_layer_refused image_auth_required "
         "limit_refused environment_refused secret_refused policy_untrusted"
     ),
     NotFound: (
@@ -311,7 +315,7 @@ _CODES: dict[type[ClocheError], str] = {
     NotSupported: "linux_only kernel_feature_missing needs_subuids not_supported_by_driver image_tool_missing",
     ServerUnavailable: (
         "server_unavailable server_version_mismatch server_busy server_stopping connection_lost reader_too_slow audit_unavailable network_unavailable "
-        "image_registry_failed"
+        "image_registry_failed port_closed port_misbehaved"
     ),
     CommandFailed: "command_failed",
     InternalError: "internal_error",

@@ -8,6 +8,11 @@ frames and a RESULT. It takes INPUT frames (an empty one is the end of input) an
 many bytes of input the command has been given, and a client has at most WINDOW bytes on the way, so that a command that
 never reads cannot keep a signal from passing.
 
+`dial` (a tunnel to a port inside) answers with an ITEM once it is there, and goes on with INPUT frames towards the sandbox and
+STDOUT frames from it, an empty one being the end of that direction. Both sides say by TAKEN what they have passed on, and
+have at most WINDOW bytes on the way, so that one tunnel that nobody reads holds up no other. END closes what ended in both
+directions, ERROR what was cut; a client leaves by CANCEL.
+
 What stays the same in every protocol, so that strangers can part politely: this header, CALL, RESULT, ERROR, and the
 methods `hello` and `stop`. Standard library only: the thin client uses it.
 """

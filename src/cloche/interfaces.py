@@ -407,7 +407,15 @@ class Machine(ABC):
 
     @abstractmethod
     async def connect(self, port: int) -> int:
-        """A connected socket to a port inside, as a descriptor."""
+        """A TCP connection to a port of the sandbox's own loopback, as a descriptor; `port_closed` where nobody listens. What
+        comes is a socket that the inside may share: it must never be waited for, only asked."""
+
+    async def listening(self) -> list[tuple[str, int]]:
+        """The addresses and TCP ports that somebody inside listens on."""
+        raise errors.error(
+            "not_supported_by_driver",
+            f"the driver {self.isolation.driver!r} cannot tell a sandbox's ports from the host's",
+        )
 
     async def capture(self) -> Capture:
         """Make the sandbox's end of the network; without it, and when its sockets are closed, every connection fails at once.
@@ -467,6 +475,28 @@ class Machine(ABC):
     @abstractmethod
     def kill_now(self) -> None:
         """The same without waiting, for a caller that is going away itself."""
+
+
+class Tunnel(ABC):
+    """Bytes both ways between a caller and a TCP port inside. One task reads and one writes at a time; nothing is held but
+    what is on its way, so who does not read makes the other side wait. `connection_lost` once the other side has cut it,
+    `sandbox_lost` once the sandbox has ended."""
+
+    @abstractmethod
+    async def read(self, most: int = 1 << 16) -> bytes:
+        """What has come, at most so much; empty once the inside will send no more."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Returns when all of it is on its way."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """No more will be written; reading goes on. Twice is harmless."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Leave. Twice is harmless."""
 
 
 class Driver(ABC):
@@ -680,6 +710,19 @@ class Backend(ABC):
 
     @abstractmethod
     async def executions(self, sandbox: str) -> builtins.list[model.ExecutionInfo]: ...
+
+    @abstractmethod
+    async def dial(self, sandbox: str, port: int, timeout_s: float = 10) -> Tunnel:
+        """A connection to a TCP port of the sandbox's own loopback, whatever its network is. `port_closed` where nobody
+        listens, `wait_timeout` where nobody accepts."""
+
+    @abstractmethod
+    async def ports(self, sandbox: str) -> builtins.list[model.PortInfo]:
+        """The TCP ports that something inside listens on, lowest first. Wakes the sandbox, and counts as no use of it."""
+
+    @abstractmethod
+    async def link(self, sandbox: str, port: int, ttl_s: float = 3600) -> model.LinkInfo:
+        """An address that reaches the port without a key until it expires; where there is a server to serve it."""
 
     @abstractmethod
     async def read_file(self, sandbox: str, path: str, user: str = "user") -> bytes: ...

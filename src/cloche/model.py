@@ -317,6 +317,13 @@ def byte_length(text: str) -> int:
         raise errors.error("argument_invalid", f"{text[:50]!r} holds a surrogate that is no byte") from None
 
 
+def check_port(port: int) -> None:
+    if not 0 < port < 65536:
+        raise errors.error(
+            "argument_invalid", f"the port is {port}", hint="ports are 1 to 65535", field="port"
+        )
+
+
 def check_seconds(field: str, value: float | None) -> None:
     if value is not None and not 0 < value < 1e9:
         raise errors.error(
@@ -585,6 +592,21 @@ class Exited(Noun, frozen=True, kw_only=True, tag="exited"):
 
 
 StreamEvent = Output | Denied | Truncated | Exited
+
+
+class PortInfo(Noun, frozen=True, kw_only=True):
+    """A TCP port that something inside listens on."""
+
+    port: int
+    address: str
+    """What it listens on: `0.0.0.0` and `::` are everywhere, and a loopback address is no hindrance."""
+
+
+class LinkInfo(Noun, frozen=True, kw_only=True):
+    """A preview link: who has it reaches one port of one sandbox, without a key, until it expires."""
+
+    url: str
+    expires_at: float
 
 
 class ExecutionInfo(Noun, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ the moment it is declared, and both sides check types by the same declaration.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import typing
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cloche import errors, interfaces, model, settings
+from cloche import errors, framing, interfaces, model, settings
 
 LOCAL_ONLY = ("aclose",)
 
@@ -25,6 +26,8 @@ class Method(NamedTuple):
     parameters: type[msgspec.Struct]
     result: Any
     streams: bool
+    opens: bool = False
+    """Whether it answers with a tunnel, which travels as frames of its own (framing.py)."""
 
 
 @cache
@@ -50,7 +53,35 @@ def _describe(name: str, function: Any) -> Method:
             (parameter.name, kind) if default is inspect.Parameter.empty else (parameter.name, kind, default)
         )
     struct = msgspec.defstruct(f"{name}_arguments", fields, forbid_unknown_fields=True)
-    return Method(name, struct, typing.get_args(result)[0] if streams else result, streams)
+    opens = result is interfaces.Tunnel
+    return Method(name, struct, typing.get_args(result)[0] if streams else result, streams, opens)
+
+
+class Credit:
+    """How much one side of a tunnel may still send before the other says what it has passed on."""
+
+    def __init__(self) -> None:
+        self._left = framing.WINDOW
+        self._more = asyncio.Event()
+        self._ended = False
+
+    def give(self, count: int) -> None:
+        self._left = min(framing.WINDOW, self._left + count)
+        self._more.set()
+
+    def spend(self, count: int) -> None:
+        self._left -= count
+
+    async def some(self, most: int) -> int:
+        """How much may be sent now, at most so much; waits until it is something. Nothing: it has ended."""
+        while self._left <= 0 and not self._ended:
+            self._more.clear()
+            await self._more.wait()
+        return 0 if self._ended else min(most, self._left)
+
+    def end(self) -> None:
+        self._ended = True
+        self._more.set()
 
 
 class Call(msgspec.Struct):

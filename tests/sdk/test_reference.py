@@ -34,6 +34,8 @@ def methods():
         sync.Sandbox,
         sync.Process,
         sync.Processes,
+        sync.Tunnel,
+        sync.Forward,
         sync.Files,
         sync.Context,
         sync.Contexts,

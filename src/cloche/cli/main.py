@@ -31,6 +31,7 @@ VERBS: dict[str, Verb] = {
     "list": Verb("sandboxes", "the live sandboxes"),
     "info": Verb("sandboxes", "one sandbox: isolation, limits, life"),
     "logs": Verb("history", "what a command wrote"),
+    "forward": Verb("forwarding", "reach ports of a sandbox on this machine's loopback"),
     "cp": Verb("copying", "copy files and trees in and out"),
     "files": Verb("files", "look at and change a sandbox's files"),
     "diff": Verb("sandboxes", "what was changed above an overlaid workspace"),

@@ -245,11 +245,23 @@ def only_regular(fds: list[int], flags: int) -> int:
     )
 
 
-def only_socket(fds: list[int]) -> int:
+def only_tcp(fds: list[int]) -> int:
+    """The one descriptor of an answer, if it is a TCP socket."""
     wire.close_all(fds[1:])
-    if not fds or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
+    if not fds or not _is_tcp(fds[0]):
         wire.close_all(fds[:1])
         raise errors.error(
             "guest_misbehaved", "the guest answered without the connection that it was asked for"
         )
     return fds[0]
+
+
+def _is_tcp(fd: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(fd)) as shown:
+        kind = shown.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+        return shown.family in (socket.AF_INET, socket.AF_INET6) and (kind, shown.proto) == (
+            socket.SOCK_STREAM,
+            socket.IPPROTO_TCP,
+        )

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from cloche import errors, interfaces, model
-from cloche.drivers import borders, link
+from cloche.drivers import borders, link, ports
 from cloche.guest import wire
 from cloche.linux import processes, seccomp
 
@@ -274,13 +274,29 @@ class GuestMachine(interfaces.Machine):
         )
 
     async def connect(self, port: int) -> int:
-        try:
-            answer = await self._link.request("connect", {"port": port})
-        except OSError as problem:
-            raise errors.error(
-                "connection_lost", f"nothing listens on port {port} inside: {problem.strerror}"
-            ) from None
-        return link.only_socket(answer.fds)
+        why = ""
+        for family in (4, 6):
+            try:
+                answer = await self._link.request("connect", {"port": port, "family": family})
+                return await ports.connected(link.only_tcp(answer.fds))
+            except OSError as problem:
+                why = why or problem.strerror or str(problem)
+        raise errors.error(
+            "port_closed",
+            f"nothing listens on port {port} inside ({why})",
+            hint="start the server in the sandbox first; any address will do, loopback too",
+            port=port,
+        )
+
+    async def listening(self) -> list[tuple[str, int]]:
+        found: set[tuple[str, int]] = set()
+        for name in ("tcp", "tcp6"):
+            fd = await self.open_file(f"/proc/net/{name}", os.O_RDONLY)
+            try:
+                found |= ports.listeners(os.pread(fd, ports.MOST_OF_A_TABLE, 0))
+            finally:
+                os.close(fd)
+        return sorted(found, key=lambda each: (each[1], each[0]))
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
 

@@ -255,6 +255,13 @@ class ProcessMachine(spawned.SpawnedMachine):
             hint="use the driver 'namespaces' or 'bubblewrap'",
         )
 
+    async def listening(self) -> list[tuple[str, int]]:
+        raise errors.error(
+            "not_supported_by_driver",
+            "a sandbox of the driver 'process' has no ports of its own",
+            hint="use the driver 'namespaces' or 'bubblewrap'",
+        )
+
     def read_only_rule(self, path: str) -> str | None:
         mine = any(path == own or path.startswith(own + "/") for own in (*_MAPPED, *self.roots))
         return None if mine else "landlock.read-only"

@@ -124,6 +124,8 @@ class Engine(interfaces.Backend):
         # What is made ahead of need is made by few at a time: more would be done no sooner, and claims would wait for it.
         self._forge = asyncio.Semaphore(_MOST_AHEAD)
         self._stocked: stocking.Stock | None = None
+        self.make_link: Callable[[str, int, float], model.LinkInfo] | None = None
+        """Makes preview links (sandbox, port, seconds); whoever serves them sets it."""
         self._background: set[asyncio.Task[Any]] = set()
         self._swept = False
         self._closed = False
@@ -1203,6 +1205,32 @@ class Engine(interfaces.Backend):
 
     async def executions(self, sandbox: str) -> builtins.list[model.ExecutionInfo]:
         return [e.info() for e in self._find(sandbox).executions.values()]
+
+    # ── ports ───────────────────────────────────────────────────────────────────────────────────
+
+    async def dial(self, sandbox: str, port: int, timeout_s: float = 10) -> interfaces.Tunnel:
+        model.check_port(port)
+        model.check_seconds("timeout_s", timeout_s)
+        from cloche.engine import tunnels  # for who uses it
+
+        return await tunnels.dial(self._find(sandbox), port, timeout_s)
+
+    async def ports(self, sandbox: str) -> builtins.list[model.PortInfo]:
+        async with self._find(sandbox).use(looking=True) as machine:
+            return [model.PortInfo(port=port, address=address) for address, port in await machine.listening()]
+
+    async def link(self, sandbox: str, port: int, ttl_s: float = 3600) -> model.LinkInfo:
+        model.check_port(port)
+        found = self._find(sandbox)
+        if self.make_link is None:
+            raise errors.error(
+                "server_unavailable",
+                "preview links are served by `cloche serve`, and this is none",
+                hint="start one and set CLOCHE_URL, or use box.forward(port), or `cloche forward`",
+            )
+        made = self.make_link(found.id, port, ttl_s)
+        self.record(self.administered("link_made", f"{found.id}:{port}", f"for {ttl_s:g} s"))
+        return made
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
 

@@ -33,6 +33,7 @@ EXEMPT = frozenset(
         "list_files",
         "pool",
         "pools",
+        "ports",
         "release_claim",
         "signal",
         "snapshot_info",
@@ -141,7 +142,7 @@ def _record(
         return  # one verb was carried out by way of another
     code = problem.code if isinstance(problem, errors.ClocheError) else "internal_error"
     problem._recorded = True  # type: ignore[attr-defined]
-    if name in _LOOKS and code in _NOTHING_THERE:
+    if code == "port_closed" or (name in _LOOKS and code in _NOTHING_THERE):
         return
     about = named.get("sandbox", args[0] if args else None)
     message = getattr(problem, "message", None) or f"{type(problem).__name__}: {problem}"

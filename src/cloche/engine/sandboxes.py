@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -18,6 +18,10 @@ from cloche.lifecycle import expiry, suspending
 
 _MOST_FINISHED = 200  # executions remembered after their end
 _PATIENCE_S = 0.5
+
+
+class Tunnel(Protocol):
+    def fail(self, problem: errors.ClocheError) -> None: ...
 
 
 class Wanted(NamedTuple):
@@ -73,6 +77,8 @@ class Sandbox:
         """Called when a request that needed the sandbox is done."""
         self._asked = False
         self._changing = asyncio.Lock()
+        self.tunnels: set[Tunnel] = set()
+        """Connections to ports of the machine; they end with it."""
         self._uses = 0
         self._writes = 0
         self._written = asyncio.Event()
@@ -367,6 +373,7 @@ class Sandbox:
     def exchange(self, machine: interfaces.Machine) -> interfaces.Machine:
         """Within `change`: go on with another machine; the one before, to be killed."""
         before, self.machine = self.machine, machine
+        self._cut(errors.error("connection_lost", f"the processes of sandbox {self.id} have ended"))
         machine.on_denial = self._denied
         for context in self.contexts.values():
             context.close()
@@ -427,7 +434,13 @@ class Sandbox:
                 self.extend(self._renewal)
         self.on_rest(self)
 
+    def _cut(self, problem: errors.ClocheError) -> None:
+        for tunnel in list(self.tunnels):
+            tunnel.fail(problem)
+
     def close(self) -> None:
+        words = f"sandbox {self.id} has ended: {self.reason}"
+        self._cut(errors.error("sandbox_lost", words, hint="create another"))
         for timer in self._timers:
             timer.cancel()
         for made in self.executions.values():

@@ -375,12 +375,15 @@ class Agent:
         return {}, []
 
     def connect(self, message: "Message", _fds: "list[int]") -> "Answer":
-        """A connection to a port inside, made in this network namespace and handed out."""
-        link = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        """A connection to a port inside, begun in this network namespace and handed out. The host waits until it is there:
+        a listener that never accepts must hold up nobody else."""
+        old = message["family"] == 4
+        kind = _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC | _socket.SOCK_NONBLOCK
+        link = _socket.socket(_socket.AF_INET if old else _socket.AF_INET6, kind, _socket.IPPROTO_TCP)
         try:
-            link.settimeout(2)
-            link.connect(("127.0.0.1", int(message["port"])))
-            link.settimeout(None)
+            problem = link.connect_ex(("127.0.0.1" if old else "::1", int(message["port"])))
+            if problem not in (0, errno.EINPROGRESS):
+                raise OSError(problem, "no connection")
             return {}, [link.detach()]
         finally:
             link.close()

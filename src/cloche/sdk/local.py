@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ import msgspec
 from cloche import __version__, errors, framing, interfaces, rpc
 
 _CHUNK = 1 << 18
+_PIECE = 1 << 16
 _GREETING_S = 10.0
 
 
@@ -60,6 +61,10 @@ def _check_peer(path: str, writer: asyncio.StreamWriter) -> None:
         )
 
 
+Frames = asyncio.Queue[tuple[int, bytes]]
+"""What was answered to one call, kind and body."""
+
+
 class LocalBackend:
     """Answers `interfaces.Backend` by sending; see `__getattr__`."""
 
@@ -70,7 +75,7 @@ class LocalBackend:
         self.closed = False
         self._writer = writer
         self._next = 1
-        self._waiting: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
+        self._waiting: dict[int, Frames] = {}
         self._task = asyncio.get_running_loop().create_task(self._read(reader), name=f"read {path}")
 
     async def greet(self) -> None:
@@ -95,6 +100,8 @@ class LocalBackend:
             arguments = msgspec.to_builtins(method.parameters(*positional, **named))
             if method.streams:
                 return self._stream(method, arguments)
+            if method.opens:
+                return self._tunnel(method, arguments)
             return self._ask(method, arguments)
 
         return call
@@ -133,11 +140,27 @@ class LocalBackend:
             if not ended:
                 self._send(framing.CANCEL, channel)
 
-    def _open(self, method: str, arguments: Any) -> tuple[int, asyncio.Queue[tuple[int, bytes]]]:
+    async def _tunnel(self, method: rpc.Method, arguments: Any) -> interfaces.Tunnel:
+        tunnel = Tunnel(self._part, self._send, self._writer.drain)
+        channel, _ = self._open(method.name, arguments, tunnel.frames)
+        tunnel.channel = channel
+        try:
+            await _answer(tunnel.frames)
+        except BaseException:
+            self._part(channel)
+            raise
+        return tunnel
+
+    def _part(self, channel: int) -> None:
+        """Leave a call that may still be under way."""
+        if self._waiting.pop(channel, None) is not None:
+            self._send(framing.CANCEL, channel)
+
+    def _open(self, method: str, arguments: Any, queue: Frames | None = None) -> tuple[int, Frames]:
         if self.closed:
             raise errors.error("connection_lost", f"the connection to {self.where} is closed")
         channel, self._next = self._next, self._next + 1
-        queue: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+        queue = queue or asyncio.Queue()
         self._waiting[channel] = queue
         call = {"method": method, "arguments": arguments, "protocol": framing.PROTOCOL}
         self._send(framing.CALL, channel, _encode(call))
@@ -179,6 +202,86 @@ class LocalBackend:
 interfaces.Backend.register(LocalBackend)
 
 
+class _Incoming(Frames):
+    """The frames of a tunnel. What the other side has passed on concerns who writes, and is not queued behind what nobody reads."""
+
+    def __init__(self, credit: rpc.Credit) -> None:
+        super().__init__()
+        self._credit = credit
+
+    def put_nowait(self, item: tuple[int, bytes]) -> None:
+        if item[0] == framing.TAKEN:
+            self._credit.give(framing.COUNT.unpack(item[1])[0])
+            return
+        if item[0] in (framing.ERROR, framing.END):
+            self._credit.end()
+        super().put_nowait(item)
+
+
+class Tunnel(interfaces.Tunnel):
+    """A tunnel as frames: see framing.py."""
+
+    def __init__(
+        self,
+        part: Callable[[int], None],
+        send: Callable[[int, int, bytes], None],
+        drain: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.channel = 0
+        self._credit = rpc.Credit()
+        self.frames = _Incoming(self._credit)
+        self._part, self._send, self._drain = part, send, drain
+        self._reading, self._writing = asyncio.Lock(), asyncio.Lock()
+        self._rest = b""
+        self._over = self._ended = False
+        self._problem: errors.ClocheError | None = None
+
+    async def read(self, most: int = 1 << 16) -> bytes:
+        async with self._reading:
+            if not self._rest and not self._over:
+                await self._next()
+            data, self._rest = self._rest[:most], self._rest[most:]
+            if data:
+                self._send(framing.TAKEN, self.channel, framing.COUNT.pack(len(data)))
+            return data
+
+    async def _next(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+        try:
+            kind, self._rest = await _answer(self.frames)
+        except errors.ClocheError as problem:
+            self._problem = problem
+            raise
+        self._over = kind == framing.END or not self._rest
+
+    async def write(self, data: bytes) -> None:
+        async with self._writing:
+            left = memoryview(data)
+            while left:
+                if self._problem is not None:
+                    raise self._problem
+                count = await self._credit.some(min(_PIECE, len(left)))
+                if count == 0:
+                    raise errors.error("connection_lost", "the tunnel has ended")
+                self._credit.spend(count)
+                self._send(framing.INPUT, self.channel, bytes(left[:count]))
+                left = left[count:]
+                await self._drain()
+
+    async def end(self) -> None:
+        async with self._writing:
+            if not self._ended:
+                self._ended = True
+                self._send(framing.INPUT, self.channel, b"")
+
+    async def aclose(self) -> None:
+        if self._problem is None:
+            self._problem = errors.error("connection_lost", "the tunnel was closed here")
+            self._part(self.channel)
+            self.frames.put_nowait((framing.ERROR, msgspec.json.encode(self._problem.to_dict())))
+
+
 def _encode(call: dict[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(call)
@@ -188,7 +291,7 @@ def _encode(call: dict[str, Any]) -> bytes:
         return json.dumps(call).encode()
 
 
-async def _answer(queue: asyncio.Queue[tuple[int, bytes]]) -> tuple[int, bytes]:
+async def _answer(queue: Frames) -> tuple[int, bytes]:
     kind, body = await queue.get()
     if kind == framing.ERROR:
         raise errors.from_dict(msgspec.json.decode(body))

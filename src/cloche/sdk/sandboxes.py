@@ -20,6 +20,7 @@ from cloche.sdk import asking, connecting, portal
 
 if TYPE_CHECKING:
     from cloche import stock
+    from cloche.sdk.forwarding import Forwarding
 
 T = TypeVar("T")
 
@@ -543,6 +544,85 @@ class AsyncVolume(Handle):
         return await portal.bridge(_list_volumes(server, home), home)
 
 
+class AsyncTunnel(Handle):
+    """A connection to a TCP port inside: bytes both ways. `async with` closes it at the end."""
+
+    def __init__(self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str, port: int) -> None:
+        super().__init__(backend, home, sandbox_id)
+        self._port = port
+        self._tunnel: interfaces.Tunnel | None = None
+
+    def _shown(self) -> str:
+        return f"{self._id}:{self._port}"
+
+    async def _dial(self, timeout_s: float) -> AsyncTunnel:
+        self._tunnel = await self._do(self._backend.dial(self._id, self._port, timeout_s))
+        return self
+
+    def _open(self) -> interfaces.Tunnel:
+        assert self._tunnel is not None
+        return self._tunnel
+
+    async def read(self, most: int = 65536) -> bytes:
+        """What has come, at most so much; waits for something, and is empty once the inside will send no more."""
+        return await self._do(self._open().read(most))
+
+    async def write(self, data: bytes | str) -> None:
+        """Send all of it. Waits while the inside does not read."""
+        await self._do(self._open().write(data.encode() if isinstance(data, str) else bytes(data)))
+
+    async def end(self) -> None:
+        """Say that no more will be written, as `shutdown` does; reading goes on."""
+        await self._do(self._open().end())
+
+    async def close(self) -> None:
+        """Leave. Twice is harmless."""
+        await self._do(self._open().aclose())
+
+    async def __aenter__(self) -> AsyncTunnel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(errors.ClocheError):
+            await self.close()
+
+
+class AsyncForward(Handle):
+    """A port of this machine's loopback that is a port inside, until it is closed. `async with` closes it at the end."""
+
+    def __init__(self, backend: interfaces.Backend, home: portal.Portal, sandbox_id: str, port: int) -> None:
+        super().__init__(backend, home, sandbox_id)
+        self._port = port
+        self._forwarding: Forwarding | None = None
+
+    def _shown(self) -> str:
+        return f"127.0.0.1:{self.port} to {self._id}:{self._port}"
+
+    async def _listen(self, local_port: int) -> AsyncForward:
+        from cloche.sdk import forwarding
+
+        self._forwarding = forwarding.Forwarding(self._backend, self._id, self._port)
+        await self._do(self._forwarding.listen(local_port))
+        return self
+
+    @property
+    def port(self) -> int:
+        """The local port, on 127.0.0.1."""
+        return 0 if self._forwarding is None else self._forwarding.local_port
+
+    async def close(self) -> None:
+        """Close the local port and what goes through it. Twice is harmless."""
+        if self._forwarding is not None:
+            await self._do(self._forwarding.aclose())
+
+    async def __aenter__(self) -> AsyncForward:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(errors.ClocheError):
+            await self.close()
+
+
 class AsyncSandbox(Handle):
     """One sandbox. `await AsyncSandbox.create(...)`, or `async with AsyncSandbox(...) as box`, which deletes it.
 
@@ -835,6 +915,27 @@ class AsyncSandbox(Handle):
             self._backend.run_code_stream(self._id, code, None, language, env, timeout_s)
         ):
             yield event
+
+    async def connect(self, port: int, *, timeout_s: float = 10) -> AsyncTunnel:
+        """A connection to a TCP port of the sandbox's own loopback, whatever its network is.
+
+        `port_closed` where nobody listens, `wait_timeout` where nobody accepts in time. Wakes a sandbox that is suspended.
+        """
+        return await AsyncTunnel(self._backend, self._home, self._id, port)._dial(timeout_s)
+
+    async def forward(self, port: int, *, local_port: int = 0) -> AsyncForward:
+        """Listen on 127.0.0.1 and pass every connection on to a port inside; `forward.port` says where."""
+        model.check_port(port)
+        return await AsyncForward(self._backend, self._home, self._id, port)._listen(local_port)
+
+    async def url(self, port: int, *, ttl_s: float = 3600) -> str:
+        """A preview link: an address for a browser that reaches a port inside without a key, until it expires or the sandbox
+        ends. Served by `cloche serve`; elsewhere `server_unavailable`."""
+        return (await self._do(self._backend.link(self._id, port, ttl_s))).url
+
+    async def ports(self) -> list[model.PortInfo]:
+        """The TCP ports that something inside listens on, lowest first."""
+        return await self._do(self._backend.ports(self._id))
 
     async def info(self) -> model.SandboxInfo:
         """What it is and how it is held: isolation, limits, warnings, when it ends. To look is not to use."""

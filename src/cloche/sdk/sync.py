@@ -412,6 +412,55 @@ class Volume(Handle):
         return portal.run(sandboxes.AsyncVolume.list(server=server))
 
 
+class Tunnel(Handle):
+    """A connection to a TCP port inside: bytes both ways. `async with` closes it at the end."""
+
+    _async: sandboxes.AsyncTunnel
+
+    def read(self, most: int = 65536) -> bytes:
+        """What has come, at most so much; waits for something, and is empty once the inside will send no more."""
+        return portal.run(self._async.read(most), self._home)
+
+    def write(self, data: bytes | str) -> None:
+        """Send all of it. Waits while the inside does not read."""
+        portal.run(self._async.write(data), self._home)
+
+    def end(self) -> None:
+        """Say that no more will be written, as `shutdown` does; reading goes on."""
+        portal.run(self._async.end(), self._home)
+
+    def close(self) -> None:
+        """Leave. Twice is harmless."""
+        portal.run(self._async.close(), self._home)
+
+    def __enter__(self) -> Tunnel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        portal.run(self._async.__aexit__(), self._home)
+
+
+class Forward(Handle):
+    """A port of this machine's loopback that is a port inside, until it is closed. `async with` closes it at the end."""
+
+    _async: sandboxes.AsyncForward
+
+    @property
+    def port(self) -> int:
+        """The local port, on 127.0.0.1."""
+        return self._async.port
+
+    def close(self) -> None:
+        """Close the local port and what goes through it. Twice is harmless."""
+        portal.run(self._async.close(), self._home)
+
+    def __enter__(self) -> Forward:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        portal.run(self._async.__aexit__(), self._home)
+
+
 class Sandbox(Handle):
     """One sandbox. `Sandbox(...)` creates it at once; `with Sandbox(...) as box` deletes it at the end.
 
@@ -654,6 +703,27 @@ class Sandbox(Handle):
         return portal.iterate(
             self._async.run_code_stream(code, language=language, env=env, timeout_s=timeout_s), self._home
         )
+
+    def connect(self, port: int, *, timeout_s: float = 10) -> Tunnel:
+        """A connection to a TCP port of the sandbox's own loopback, whatever its network is.
+
+        `port_closed` where nobody listens, `wait_timeout` where nobody accepts in time. Wakes a sandbox that is suspended.
+        """
+        return Tunnel._of(portal.run(self._async.connect(port, timeout_s=timeout_s), self._home))
+
+    def forward(self, port: int, *, local_port: int = 0) -> Forward:
+        """Listen on 127.0.0.1 and pass every connection on to a port inside; `forward.port` says where."""
+        return Forward._of(portal.run(self._async.forward(port, local_port=local_port), self._home))
+
+    def url(self, port: int, *, ttl_s: float = 3600) -> str:
+        """A preview link: an address for a browser that reaches a port inside without a key, until it expires or the sandbox
+        ends. Served by `cloche serve`; elsewhere `server_unavailable`.
+        """
+        return portal.run(self._async.url(port, ttl_s=ttl_s), self._home)
+
+    def ports(self) -> list[model.PortInfo]:
+        """The TCP ports that something inside listens on, lowest first."""
+        return portal.run(self._async.ports(), self._home)
 
     def info(self) -> model.SandboxInfo:
         """What it is and how it is held: isolation, limits, warnings, when it ends. To look is not to use."""

@@ -24,6 +24,7 @@ SCOPES: dict[str, str] = dict(
         "snapshots snapshot_info delete_snapshot diff_snapshots",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code run_code_stream "
         "interrupt_context restart_context delete_context fork_context",
+        "ports": "dial ports link",
         "volumes": "create_volume volumes volume delete_volume",
         "files": "read_file read_file_stream write_file list_files stat_file move_file remove_file make_dir watch_files "
         "upload_tree download_tree diff apply workspace_report",

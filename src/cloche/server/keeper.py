@@ -23,6 +23,8 @@ import msgspec
 from cloche import __version__, errors, framing, interfaces, model, rpc, settings
 
 _CHUNK = 1 << 18
+_PIECE = 1 << 16
+_MOST_QUEUED = 4 * framing.WINDOW
 _HIGH_WATER = 1 << 20  # asyncio moves what is left to the front after every send: more would cost more
 _SEND_BUFFER = 1 << 20
 _BACKLOG = 256
@@ -158,7 +160,11 @@ class Connection:
         elif channel not in self._calls:
             return
         elif kind == framing.INPUT:
-            self._calls[channel].input.put_nowait(body)
+            self._calls[channel].queue(body)
+            if self._calls[channel].queued > _MOST_QUEUED:
+                self.close()  # it does not keep to the window, and would fill our memory
+        elif kind == framing.TAKEN:
+            self._calls[channel].credit.give(framing.COUNT.unpack(body)[0])
         elif kind == framing.CONTROL:
             self._take_order(self._calls[channel], body)
         elif kind == framing.CANCEL:
@@ -219,6 +225,9 @@ class Connection:
         named = {field: getattr(arguments, field) for field in arguments.__struct_fields__}
         known = await self._known(method, arguments)
         answer = getattr(self._backend, method.name)(**named)
+        if method.opens:
+            await self._tunnel(channel, await answer)
+            return
         if method.streams:
             async for item in answer:
                 self.send(framing.ITEM, channel, item)
@@ -351,7 +360,7 @@ class Connection:
 
     async def _feed(self, channel: int, call: _Call, sandbox: str, execution: str) -> None:
         while True:
-            data = await call.input.get()
+            data = await call.input()
             with suppress(errors.ClocheError):  # it takes no more: the client learns from the result
                 await self._backend.write_stdin(sandbox, execution, data, not data)
             if data and not self._writer.is_closing():
@@ -365,6 +374,38 @@ class Connection:
                     await self._backend.signal(sandbox, execution, order.signal, order.tree)
                 if order.columns:
                     await self._backend.resize(sandbox, execution, order.columns, order.rows)
+
+    # ── dial: bytes both ways ───────────────────────────────────────────────────────────────────
+
+    async def _tunnel(self, channel: int, tunnel: interfaces.Tunnel) -> None:
+        call = self._calls[channel]
+        self.send(framing.ITEM, channel, None)
+        inwards = _spawn(self._inwards(channel, call, tunnel), f"into {channel}")
+        try:
+            while data := await tunnel.read(await call.credit.some(_PIECE)):
+                call.credit.spend(len(data))
+                self._raw(framing.STDOUT, channel, data)
+                await self._writer.drain()
+            self._raw(framing.STDOUT, channel, b"")
+            await inwards
+            self.send(framing.END, channel, None)
+        finally:
+            inwards.cancel()
+            await tunnel.aclose()
+
+    async def _inwards(self, channel: int, call: _Call, tunnel: interfaces.Tunnel) -> None:
+        while data := await call.input():
+            try:
+                await tunnel.write(data)
+            except errors.ClocheError:
+                return  # it is cut, and who reads from it says so
+            self._raw(framing.TAKEN, channel, framing.COUNT.pack(len(data)))
+        with suppress(errors.ClocheError):
+            await tunnel.end()
+
+    def _raw(self, kind: int, channel: int, body: bytes) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(framing.pack(kind, channel, body))
 
     # ── sending and ending ──────────────────────────────────────────────────────────────────────
 
@@ -409,10 +450,21 @@ class _Call:
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         self.helpers: list[asyncio.Task[None]] = []
-        self.input: asyncio.Queue[bytes] = asyncio.Queue()
+        self._input: asyncio.Queue[bytes] = asyncio.Queue()
+        self.queued = 0
         self.control: asyncio.Queue[_Order] = asyncio.Queue()
+        self.credit = rpc.Credit()
         self.made = ""
         self.keep = False
+
+    def queue(self, data: bytes) -> None:
+        self.queued += len(data)
+        self._input.put_nowait(data)
+
+    async def input(self) -> bytes:
+        data = await self._input.get()
+        self.queued -= len(data)
+        return data
 
     def cancel(self) -> None:
         if self.task is not None:

@@ -24,9 +24,9 @@ from cloche import errors, model
 ROLES: dict[str, tuple[str, ...]] = {
     "admin": ("*",),
     "developer": (
-        "sandboxes", "exec", "files", "pools", "snapshots", "volumes", "policies", "images", "events",
+        "sandboxes", "exec", "files", "ports", "pools", "snapshots", "volumes", "policies", "images", "events",
     ),
-    "runner": ("sandboxes", "exec", "files"),
+    "runner": ("sandboxes", "exec", "files", "ports"),
     "viewer": ("events", "metrics"),
 }  # fmt: skip
 _KEY = re.compile(r"(?:cl|e2b)_([0-9a-f]{40})")

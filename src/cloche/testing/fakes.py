@@ -22,6 +22,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
@@ -135,6 +136,8 @@ class FakeMachine(interfaces.Machine):
         self.running: dict[int, Running] = {}
         self.files = Files()
         self.environment = dict(spec.env)
+        self.ports: dict[int, list[socket.socket]] = {}
+        """Ports that something listens on, and the far ends of the connections to each."""
         self.bindings: list[interfaces.Binding] = []
         self.used = USAGE
         """What `usage` answers."""
@@ -204,7 +207,15 @@ class FakeMachine(interfaces.Machine):
 
     async def connect(self, port: int) -> int:
         self._live()
-        raise errors.error("connection_lost", f"nothing listens on port {port} inside")
+        if port not in self.ports:
+            raise errors.error("port_closed", f"nothing listens on port {port} inside", port=port)
+        here, there = socket.socketpair()
+        self.ports[port].append(there)
+        return here.detach()
+
+    async def listening(self) -> list[tuple[str, int]]:
+        self._live()
+        return [("127.0.0.1", port) for port in sorted(self.ports)]
 
     async def bind(self, binding: interfaces.Binding) -> None:
         self._live()

@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 Scope = typing.Literal[
-    "sandboxes", "exec", "files", "pools", "snapshots", "volumes", "policies", "secrets", "images", "events",
+    "sandboxes", "exec", "files", "ports", "pools", "snapshots", "volumes", "policies", "secrets", "images", "events",
     "audit", "metrics", "admin",
 ]  # fmt: skip
 SCOPES: tuple[str, ...] = typing.get_args(Scope)

@@ -432,7 +432,7 @@ async def a_port_inside_can_be_reached_by_the_engine(bench: Bench) -> None:
     box = await bench.box()
     with (
         _listening(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)) as outside,
-        refused("connection_lost"),
+        refused("port_closed"),
     ):
         os.close(await box.machine.connect(outside.getsockname()[1]))
     server = await box.start(["python3", "-I", "-c", _SERVER])
