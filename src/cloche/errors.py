@@ -112,6 +112,8 @@ TABLE: dict[str, Face] = {
     "key_missing": _UNKNOWN,
     "key_refused": _UNKNOWN,
     "link_refused": _UNKNOWN,
+    "token_invalid": _UNKNOWN,
+    "token_expired": _UNKNOWN,
     "scope_missing": _FORBIDDEN,
     "apply_refused": _FORBIDDEN,
     "image_layer_refused": _FORBIDDEN,
@@ -296,7 +298,7 @@ class InternalError(ClocheError):
 _CODES: dict[type[ClocheError], str] = {
     PolicyRefused: (
         "host_path_refused permission_denied user_refused isolation_too_low network_refused peer_refused apply_refused "
-        "key_missing key_refused link_refused scope_missing image_layer_refused image_auth_required "
+        "key_missing key_refused link_refused token_invalid token_expired scope_missing image_layer_refused image_auth_required "
         "limit_refused environment_refused secret_refused policy_untrusted"
     ),
     NotFound: (

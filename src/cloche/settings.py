@@ -137,7 +137,8 @@ class Server(Group, frozen=True, kw_only=True):
 
     hosts: tuple[str, ...] = ()
     """Names, beside loopback's, by which clients may call this server (the `Host` header). A name that is not listed is
-    refused, so that no web page reaches a local server by a name of its own."""
+    refused, so that no web page reaches a local server by a name of its own. `*.example.org` stands for all names below it, `*` for every name: behind a
+    proxy that checks them. The address that a connection came in on needs no listing."""
 
     origins: tuple[str, ...] = ()
     """Origins of web pages (`https://app.example.org`) whose requests are accepted. None by default."""
@@ -179,6 +180,66 @@ class Server(Group, frozen=True, kw_only=True):
 
     drain_s: Seconds = 10
     """Seconds that requests under way get to finish when the server is told to stop."""
+
+
+class Jwt(Group, frozen=True, kw_only=True):
+    """Tokens of an identity provider (JSON Web Tokens) as keys of the server. They are accepted once `issuer`, `audience` and `jwks` are set."""
+
+    issuer: str | None = None
+    """Who must have issued a token: the claim `iss`, letter by letter."""
+
+    audience: tuple[str, ...] = ()
+    """For whom a token must be meant: one of these must be in `aud`. Without it, a token for any other service of the same
+    provider would open this one."""
+
+    jwks: str | None = None
+    """Where the provider publishes its keys: an `https://` address, or a file by its absolute path (`http://` from loopback only). An address is
+    fetched when it is needed, kept, and fetched again when it is old or a token names a key that is not in it; a file is read again
+    when it changes."""
+
+    algorithms: tuple[str, ...] = (
+        "RS256",
+        "RS384",
+        "RS512",
+        "PS256",
+        "PS384",
+        "PS512",
+        "ES256",
+        "ES384",
+        "ES512",
+        "EdDSA",
+    )
+    """Which signatures are accepted. All of them are asymmetric; there is no other kind here."""
+
+    leeway_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 30
+    """Seconds by which the provider's clock may differ from this one."""
+
+    refresh_s: Seconds = 600
+    """Seconds after which the published keys are fetched again, beside the requests. Until that succeeds the old ones are used."""
+
+    name_claim: str = "sub"
+    """The claim that names the caller, for logs and rates. A name with dots that is no claim itself leads into objects
+    (`user.email`); so do the others."""
+
+    tenant_claim: str | None = "tenant"
+    """The claim that names the caller's tenant. A token without it is refused; `"none"` is for a server without tenants, whose
+    callers see all sandboxes."""
+
+    scopes_claim: str | None = "scope"
+    """The claim with the caller's scopes, as a list or as words; what is not a scope of ours is passed over."""
+
+    scope_prefix: str = ""
+    """What scopes of ours begin with in a token (`cloche:`), if they stand among others'."""
+
+    roles_claim: str | None = None
+    """The claim with the caller's roles (`realm_access.roles`, say); `"none"` (the default) takes none from tokens."""
+
+    roles: dict[str, str] = {}  # msgspec copies it
+    """Which of our roles one of theirs is (`"platform-team" = "admin"`); what is not listed is none. Without a list they are ours by name."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.issuer is not None
 
 
 Reach = Literal["off", "rules", "open"]
@@ -357,6 +418,7 @@ class Settings(Group, frozen=True, kw_only=True):
     guest: Guest = Guest()
     snapshots: Snapshots = Snapshots()
     server: Server = Server()
+    jwt: Jwt = Jwt()
     mcp: Mcp = Mcp()
     audit: Audit = Audit()
     images: Images = Images()
@@ -737,6 +799,7 @@ def _from_file(file: _File, home: str) -> Settings:
     except errors.ClocheError as problem:
         place = ("defaults", "resources", str(problem.details["field"]))
         raise file.wrong(place, problem.message, hint=problem.hint or "") from None
+    _check_jwt(file, chosen.jwt)
     for index, pattern in enumerate(chosen.audit.redact):
         try:
             re.compile(pattern)
@@ -744,6 +807,22 @@ def _from_file(file: _File, home: str) -> Settings:
             message = f"{pattern!r} is not a regular expression: {problem}"
             raise file.wrong(("audit", "redact", index), message, hint="see Python's `re`") from None
     return chosen
+
+
+def _check_jwt(file: _File, jwt: Jwt) -> None:
+    """All that tells a genuine token, or nothing: a check that is left out would let everybody's in."""
+    needed = {"issuer": jwt.issuer, "audience": jwt.audience, "jwks": jwt.jwks}
+    if "jwt" in file.data and not all(needed.values()):
+        missing = next(name for name, value in needed.items() if not value)
+        raise file.wrong(
+            ("jwt",), f"jwt.{missing} is missing", hint="issuer, audience and jwks belong together"
+        )
+    for index, algorithm in enumerate(jwt.algorithms):
+        if algorithm not in Jwt().algorithms:
+            message = f"{algorithm!r} is not a signature that is accepted"
+            raise file.wrong(
+                ("jwt", "algorithms", index), message, hint=errors.nearest(algorithm, Jwt().algorithms)
+            )
 
 
 def _read(path: str, code: str, *, missing_ok: bool = False, plainly: bool = False) -> _File | None:

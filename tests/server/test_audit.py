@@ -1,11 +1,14 @@
 """What the audit log of a server says: who did it, by key and tenant, and whom it turned away."""
 
 import json
+import socket
 import tempfile
 from pathlib import Path
 
 import httpx
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from tests.server import conftest
 
@@ -18,7 +21,8 @@ def own():
         try:
             yield made
         finally:
-            conftest.stop(made)
+            if made.process.poll() is None:
+                conftest.stop(made)
 
 
 def lines(served, *words):
@@ -52,6 +56,25 @@ def test_who_is_turned_away_is_on_record(own):
     ]
 
 
+def test_who_is_turned_away_from_a_connection_is_on_record(own):
+    address = "ws" + own.url.removeprefix("http") + "/v1/connect"
+    with connect(address, proxy=None) as opened:
+        assert json.loads(opened.recv())["code"] == "key_missing"
+    with connect(address, proxy=None, additional_headers={"X-API-Key": own.key}, origin="null") as opened:
+        assert json.loads(opened.recv())["code"] == "peer_refused"
+    with (
+        socket.create_connection(("127.0.0.1", httpx.URL(own.url).port)) as sock,
+        pytest.raises(InvalidStatus),
+    ):
+        connect(address.replace("127.0.0.1", "evil.example"), sock=sock, proxy=None)
+    told = [(line["data"]["operation"], line["data"]["code"]) for line in lines(own, "--kind", "refused")]
+    assert told == [
+        ("connect", "key_missing"),
+        ("connect", "peer_refused"),
+        ("WEBSOCKET /v1/connect", "peer_refused"),
+    ]
+
+
 def test_an_act_is_its_key_s_and_its_tenant_s(own):
     acme, other = made_key(own, "ci", "--tenant", "acme"), made_key(own, "nosy", "--tenant", "other")
     with own.client(acme) as client, own.client(other) as nosy:
@@ -74,3 +97,6 @@ def test_strangers_cannot_fill_the_log(own):
         for _ in range(100):
             assert stranger.get("/v1/sandboxes").status_code == 401
     assert 1 <= len(lines(own, "--actor", "stranger")) <= 60
+    assert conftest.stop(own) == 0
+    last = lines(own, "--actor", "stranger")[-1]
+    assert (last["data"]["operation"], last["data"]["message"][:8]) == ("many", "50 more ")

@@ -1,4 +1,4 @@
-"""`cloche key create|list|revoke`: who may call the server."""
+"""`cloche key create|list|rotate|revoke`: who may call the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from cloche.server import keys
 
 def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     parser.add_argument(
-        "act", metavar="create|list|revoke", choices=("create", "list", "revoke"), help="what to do"
+        "act",
+        metavar="create|list|rotate|revoke",
+        choices=("create", "list", "rotate", "revoke"),
+        help="what to do",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="the key's name")
     parser.add_argument(
@@ -26,6 +29,12 @@ def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     parser.add_argument("--scope", action="append", default=[], metavar="SCOPE", help="a single scope")
     parser.add_argument("--tenant", default="", metavar="NAME", help="whose sandboxes it sees (all)")
     parser.add_argument("--days", type=float, metavar="N", help="how long it is good for (without end)")
+    parser.add_argument(
+        "--overlap",
+        type=float,
+        metavar="SECONDS",
+        help="how long the secret before is still good after `rotate` (0)",
+    )
 
 
 def execute(verb: str, chosen: argparse.Namespace) -> int:
@@ -34,7 +43,10 @@ def execute(verb: str, chosen: argparse.Namespace) -> int:
     known = keys.Keys(config.home)
     if chosen.act != "list" and not chosen.name:
         raise errors.error("argument_invalid", f"key {chosen.act} needs a name")
-    return {"create": _create, "list": _list, "revoke": _revoke}[chosen.act](known, chosen)
+    if chosen.overlap is not None and chosen.act != "rotate":
+        raise errors.error("argument_invalid", "--overlap belongs to `key rotate`")
+    acts = {"create": _create, "list": _list, "rotate": _rotate, "revoke": _revoke}
+    return acts[chosen.act](known, chosen)
 
 
 def _create(known: keys.Keys, chosen: argparse.Namespace) -> int:
@@ -61,9 +73,7 @@ def _create(known: keys.Keys, chosen: argparse.Namespace) -> int:
 def _list(known: keys.Keys, chosen: argparse.Namespace) -> int:
     found = known.list()
     if chosen.json:
-        output.as_json(
-            [{name: getattr(key, name) for name in key.__struct_fields__ if name != "hash"} for key in found]
-        )
+        output.as_json([{**_shown(key), "last_used_at": known.last_used(key.name)} for key in found])
         return 0
     rows = [
         (
@@ -71,11 +81,34 @@ def _list(known: keys.Keys, chosen: argparse.Namespace) -> int:
             key.prefix + "…",
             key.tenant or "-",
             ",".join(key.scopes),
-            "-" if key.expires_at is None else time.strftime("%Y-%m-%d", time.gmtime(key.expires_at)),
+            _day(key.expires_at, "-"),
+            _day(known.last_used(key.name), "never"),
         )
         for key in found
     ]
-    output.table(("NAME", "KEY", "TENANT", "SCOPES", "EXPIRES"), rows)
+    output.table(("NAME", "KEY", "TENANT", "SCOPES", "EXPIRES", "LAST USED"), rows)
+    return 0
+
+
+def _shown(key: keys.Key) -> dict[str, object]:
+    hidden = ("hash", "former")
+    return {name: getattr(key, name) for name in key.__struct_fields__ if name not in hidden}
+
+
+def _day(moment: float | None, otherwise: str) -> str:
+    return otherwise if moment is None else time.strftime("%Y-%m-%d", time.gmtime(moment))
+
+
+def _rotate(known: keys.Keys, chosen: argparse.Namespace) -> int:
+    overlap_s = chosen.overlap or 0.0
+    _record("key_rotated", chosen.name, f"the secret before is good for {overlap_s:g} s")
+    secret = known.rotate(chosen.name, overlap_s=overlap_s)
+    known.keep_secret(chosen.name, secret)
+    if chosen.json:
+        output.as_json({"name": chosen.name, "key": secret, "overlap_s": overlap_s})
+        return 0
+    print(secret)
+    talk.say("this is shown once; only a hash is kept")
     return 0
 
 

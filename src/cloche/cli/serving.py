@@ -68,7 +68,7 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
     watch = connections.Watch(connections.Limits.of(config.server, _raise_descriptors()))
     listener = serving.listen(config.server.host, config.server.port)
     known = keys.Keys(config.home)
-    key_file = first_key(config.home, known)
+    key_file = first_key(known)
     if config.api_key:
         known.accept(config.api_key)
     host, port = listener.getsockname()[:2]
@@ -103,14 +103,11 @@ async def _stop(http: asyncio.Future[None], tools: HttpFace) -> None:
         await http
 
 
-def first_key(home: str, known: keys.Keys) -> str:
+def first_key(known: keys.Keys) -> str:
     """The file that holds the first key, which is made where there is none yet."""
-    path = os.path.join(home, "keys", f"{DEFAULT_KEY}.key")
     if not known.list():
-        secret = known.create(DEFAULT_KEY, ("*",))
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(secret + "\n")
-    return path
+        known.keep_secret(DEFAULT_KEY, known.create(DEFAULT_KEY, ("*",)), make=True)
+    return known.secret_file(DEFAULT_KEY)
 
 
 def _greet(url: str, path: str, key_file: str, *, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 
 from cloche import errors, events, interfaces, model, policy, rpc
+from cloche.server.refusals import record_refusal
 
 T = TypeVar("T")
 
@@ -43,15 +44,19 @@ class Principal(NamedTuple):
     """Who calls, as the rest of the house knows it."""
 
     name: str
+    """A key's; of others with what they are before it: `jwt:alice`. No key has a colon in its name."""
     tenant: str
     scopes: frozenset[str]
     host_paths: bool = False
     """Whether paths of the server's host mean anything from this caller."""
+    expires_at: float | None = None
+    """When it is nobody any more."""
 
     @property
     def actor(self) -> str:
         """As the journal and the audit log name this caller."""
-        return f"key:{self.name}@{self.tenant}" if self.tenant else f"key:{self.name}"
+        who = self.name if ":" in self.name else f"key:{self.name}"
+        return f"{who}@{self.tenant}" if self.tenant else who
 
     def may(self, scope: str) -> bool:
         return "*" in self.scopes or scope in self.scopes
@@ -64,18 +69,6 @@ class Principal(NamedTuple):
                 hint=f"`cloche key create NAME --scope {scope}`",
                 scope=scope,
             )
-
-
-def record_refusal(
-    backend: interfaces.Backend, operation: str, sandbox: str | None, problem: errors.ClocheError
-) -> None:
-    """Put it on record, once, if the backend keeps one; and before the answer leaves."""
-    record = getattr(backend, "record_refusal", None)
-    if record is None or getattr(problem, "_recorded", False):
-        return
-    problem._recorded = True  # type: ignore[attr-defined]
-    record(operation, sandbox, problem.code, problem.message)
-    backend.settle_audit()  # type: ignore[attr-defined]
 
 
 def guard(backend: interfaces.Backend, principal: Principal) -> interfaces.Backend:

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cloche import __version__, errors, framing, interfaces, model, rpc, settings
+from cloche import __version__, errors, events, framing, interfaces, model, rpc, settings
+from cloche.server import refusals
 
 _CHUNK = 1 << 18
 _PIECE = 1 << 16
@@ -79,6 +80,8 @@ class Keeper:
                 await before_end()
             for connection in list(self._connections):
                 connection.close()
+            if (told := refusals.of(self._backend)) is not None:
+                told.close()
             await self._backend.aclose()
 
     def stop(self) -> bool:
@@ -102,7 +105,10 @@ class Keeper:
         self.look_again()
         try:
             if _peer_uid(writer) not in (os.geteuid(), 0):
-                connection.fail(0, errors.error("peer_refused", "this socket serves its owner only"))
+                problem = errors.error("peer_refused", "this socket serves its owner only")
+                events.caller.set(f"uid:{_peer_uid(writer)}")
+                refusals.record_refusal(self._backend, "connect", None, problem)
+                connection.fail(0, problem)
             else:
                 await connection.run(reader)
         finally:
@@ -135,7 +141,10 @@ class Connection:
         defaults: settings.Defaults,
         *,
         keeper: Keeper | None = None,
+        before_each: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before_each` call: whether this client may still call; raises if not."""
+        self._before_each = before_each
         self._backend = backend
         self._writer = writer
         self._defaults = defaults
@@ -180,6 +189,7 @@ class Connection:
 
     async def _serve(self, channel: int, body: bytes) -> None:
         try:
+            self._before_each()
             call = rpc.decode_call(body)
             if call.method not in ("hello", "stop"):
                 self._check_version(call)

@@ -3,6 +3,10 @@
 A key is `cl_` and 40 hex digits; `e2b_` and the same digits is the same key, because E2B's clients insist on their prefix. Only
 the SHA-256 of the digits is kept: they are random, so there is nothing to guess and nothing to stretch. The file is
 `$CLOCHE_HOME/keys/api.json`, written by renaming, read again when it changes; a lock orders writers.
+
+*Rotation* gives a name another secret; the one before is good for the overlap that was asked for, so that those who hold it can be told.
+What the name stands for (tenant, scopes, end) stays. *Last use* is the time of an empty file per key, touched once a minute at most: it says
+"lately" or "never", which is what one asks before revoking, and costs no write that anybody waits for.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -30,6 +34,15 @@ ROLES: dict[str, tuple[str, ...]] = {
     "viewer": ("events", "metrics"),
 }  # fmt: skip
 _KEY = re.compile(r"(?:cl|e2b)_([0-9a-f]{40})")
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_USED_EVERY_S = 60.0
+
+
+class Former(model.Noun, frozen=True, kw_only=True):
+    """A secret that was rotated away, and is good until then."""
+
+    hash: str
+    until: float
 
 
 class Key(model.Noun, frozen=True, kw_only=True):
@@ -43,6 +56,8 @@ class Key(model.Noun, frozen=True, kw_only=True):
     expires_at: float | None = None
     prefix: str = ""
     """The first characters, to recognise it by."""
+    rotated_at: float | None = None
+    former: tuple[Former, ...] = ()
 
 
 class Keys:
@@ -55,6 +70,7 @@ class Keys:
         self._seen: tuple[int, int, int] | None = None
         self._keys: dict[str, Key] = {}
         self._extra: dict[str, Key] = {}
+        self._used: dict[str, float] = {}
 
     def create(
         self, name: str, scopes: tuple[str, ...], *, tenant: str = "", lifetime_s: float | None = None
@@ -62,6 +78,8 @@ class Keys:
         """A new key, which is seen here and never again."""
         model.check_name(name)
         model.check_seconds("lifetime_s", lifetime_s)
+        if tenant:
+            check_tenant(tenant)
         digits = secrets.token_hex(20)
         now = self._now()
         made = Key(
@@ -71,7 +89,7 @@ class Keys:
             tenant=tenant,
             created_at=now,
             expires_at=None if lifetime_s is None else now + lifetime_s,
-            prefix=f"cl_{digits[:6]}",
+            prefix=_prefix(digits),
         )
         with self._change() as keys:
             if any(key.name == name for key in keys.values()):
@@ -83,14 +101,42 @@ class Keys:
             keys[made.hash] = made
         return f"cl_{digits}"
 
+    def rotate(self, name: str, *, overlap_s: float = 0) -> str:
+        """Another secret for the same name, seen here and never again; the one before is good for `overlap_s` more."""
+        if not 0 <= overlap_s < 1e9:
+            raise errors.error(
+                "limit_invalid",
+                f"the overlap is {overlap_s:g} seconds; it must be 0 or more",
+                field="overlap_s",
+            )
+        digits = secrets.token_hex(20)
+        now = self._now()
+        with self._change() as keys:
+            before = keys.pop(_find(keys, name))
+            kept = [former for former in before.former if former.until > now]
+            if overlap_s:
+                kept.append(Former(hash=before.hash, until=now + overlap_s))
+            made = msgspec.structs.replace(
+                before, hash=_hash(digits), prefix=_prefix(digits), rotated_at=now, former=tuple(kept)
+            )
+            keys[made.hash] = made
+        return f"cl_{digits}"
+
     def revoke(self, name: str) -> None:
         with self._change() as keys:
-            found = [hash_ for hash_, key in keys.items() if key.name == name]
-            if not found:
-                raise errors.error(
-                    "key_not_found", f"there is no key {name!r}", hint="`cloche key list` shows what is there"
-                )
-            del keys[found[0]]
+            del keys[_find(keys, name)]
+        with suppress(FileNotFoundError):
+            os.unlink(self._mark(name))
+
+    def secret_file(self, name: str) -> str:
+        """Where a server keeps the secret of the key that it made for its owner."""
+        return os.path.join(self._directory, f"{name}.key")
+
+    def keep_secret(self, name: str, secret: str, *, make: bool = False) -> None:
+        """Put it into that file; unless told to `make` one, only if there is one."""
+        path = self.secret_file(name)
+        if make or os.path.exists(path):
+            _replace(path, secret.encode() + b"\n")
 
     def list(self) -> list[Key]:
         self._refresh()
@@ -100,7 +146,7 @@ class Keys:
         """Take a key that is kept elsewhere (CLOCHE_API_KEY) for this process's life."""
         matched = _KEY.fullmatch(secret)
         hash_ = _hash(matched.group(1) if matched else secret)
-        self._extra[hash_] = Key(name=name, hash=hash_, scopes=("*",), created_at=self._now())
+        self._extra[hash_] = Key(name=name, hash=hash_, scopes=("*",), created_at=0)
 
     def check(self, secret: str) -> Key:
         """The key that `secret` is, or `key_refused`. The words are the same for every reason but expiry."""
@@ -111,13 +157,39 @@ class Keys:
         for hash_, key in (*self._keys.items(), *self._extra.items()):
             if hmac.compare_digest(hash_, wanted):  # all of them, so that time tells nothing
                 found = key
-        return self._valid(found)
+            for former in key.former:
+                if hmac.compare_digest(former.hash, wanted) and former.until > self._now():
+                    found = key
+        valid = self._valid(found)
+        self._note_use(valid.name)
+        return valid
 
     def named(self, name: str) -> Key:
         """The key of a name, under the same conditions."""
         self._refresh()
         every = (*self._keys.values(), *self._extra.values())
         return self._valid(next((key for key in every if key.name == name), None))
+
+    def last_used(self, name: str) -> float | None:
+        """When a server last let it in, within a minute; None for never."""
+        try:
+            return os.stat(self._mark(name)).st_mtime
+        except OSError:
+            return None
+
+    def _note_use(self, name: str) -> None:
+        now = self._now()
+        if now - self._used.get(name, -_USED_EVERY_S) < _USED_EVERY_S:
+            return
+        self._used[name] = now
+        mark = self._mark(name)
+        with suppress(OSError):  # a full disk must not keep anybody out
+            os.makedirs(os.path.dirname(mark), mode=0o700, exist_ok=True)
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.utime(mark, (now, now))
+
+    def _mark(self, name: str) -> str:
+        return os.path.join(self._directory, "used", name)
 
     def _valid(self, found: Key | None) -> Key:
         if found is None:
@@ -151,13 +223,7 @@ class Keys:
             self._refresh()
             keys = dict(self._keys)
             yield keys
-            draft = f"{self._path}.{os.getpid()}"
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with open(fd, "wb") as file:
-                file.write(msgspec.json.encode(list(keys.values())))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, self._path)
+            _replace(self._path, msgspec.json.encode(list(keys.values())))
 
 
 def scopes_of(roles: tuple[str, ...], scopes: tuple[str, ...]) -> tuple[str, ...]:
@@ -170,6 +236,38 @@ def scopes_of(roles: tuple[str, ...], scopes: tuple[str, ...]) -> tuple[str, ...
             )
         every += ROLES[role]
     return tuple(dict.fromkeys(every))
+
+
+def check_tenant(tenant: str) -> None:
+    if not TENANT.fullmatch(tenant):
+        raise errors.error(
+            "name_invalid",
+            f"the tenant {tenant[:100]!r} is not 1 to 63 of A-Z, a-z, 0-9, '.', '_' and '-', beginning with a letter or digit",
+        )
+
+
+def _replace(path: str, data: bytes) -> None:
+    draft = f"{path}.{os.getpid()}"
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def _find(known: dict[str, Key], name: str) -> str:
+    """Under which hash a name is kept."""
+    for hash_, key in known.items():
+        if key.name == name:
+            return hash_
+    raise errors.error(
+        "key_not_found", f"there is no key {name!r}", hint="`cloche key list` shows what is there"
+    )
+
+
+def _prefix(digits: str) -> str:
+    return f"cl_{digits[:6]}"
 
 
 def _hash(digits: str) -> str:

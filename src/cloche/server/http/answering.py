@@ -23,10 +23,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from cloche import errors, events, interfaces, model, rpc, settings
-from cloche.server.guarding import Principal, guard, record_refusal
+from cloche.server.guarding import Principal, guard
 from cloche.server.http import doors, operations, wire
+from cloche.server.refusals import record_refusal
 
 log = logging.getLogger("cloche.http")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -34,7 +36,6 @@ _HEARTBEAT_S = 15.0
 _MOST_REMEMBERED = 10_000
 _REMEMBERED_S = 24 * 3600.0
 _PROBE = Principal("-", "", frozenset())
-_STRANGERS_A_MINUTE = 60
 
 
 class Call(NamedTuple):
@@ -73,7 +74,6 @@ class Answers:
         self._observe = observe
         self._rates = _Rates(config.server.requests_per_s, clock)
         self._remembered = _Remembered(clock)
-        self._strangers = _Strangers(clock)
 
     def routes(self, table: operations.Table) -> list[Route]:
         return [
@@ -90,11 +90,11 @@ class Answers:
     def _endpoint(self, operation: operations.Operation) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             began = time.perf_counter()
-            request_id = _request_id(request)
+            request_id = _request_id(request.headers)
             caller = "-"
             principal, backend = _PROBE, self._backend
             try:
-                self._doors.check_host(request.headers)
+                self._doors.check_origin(request.headers)
                 if operation.scope is not None:
                     principal = self._doors.principal(request.headers)
                     caller = principal.name
@@ -137,18 +137,18 @@ class Answers:
                 await send(message)
 
             try:
-                self._doors.check_host(request.headers)
+                self._doors.check_origin(request.headers)
                 principal = self._doors.principal(request.headers)
                 self._rates.take(principal.name)
             except errors.ClocheError as problem:
                 self._turned_down(name, principal, problem)
-                await failure(problem, _request_id(request))(scope, receive, observed)
+                await failure(problem, _request_id(request.headers))(scope, receive, observed)
             else:
                 scope["cloche"] = guard(self._backend, principal)
                 try:
                     await face(scope, receive, observed)
                 except Exception:
-                    request_id = _request_id(request)
+                    request_id = _request_id(request.headers)
                     log.exception("request %s of %s failed", request_id, name)
                     if not status:
                         words = f"something of ours failed; the log has request {request_id}"
@@ -161,11 +161,36 @@ class Answers:
 
     def enter(self, headers: Headers, what: str) -> tuple[str, interfaces.Backend]:
         """For other faces: the caller's key by name, and the backend as that caller may use it."""
-        return self._enter(headers, what, lambda: self._doors.principal(headers))
+        principal = self._enter(headers, what, lambda: self._doors.principal(headers))
+        return principal.name, guard(self._backend, principal)
 
     def again(self, headers: Headers, key: str, what: str) -> interfaces.Backend:
         """The same for a caller who showed a token that a face gave out for a key: what that key may do now."""
-        return self._enter(headers, what, lambda: self._doors.holder(key))[1]
+        return guard(self._backend, self._enter(headers, what, lambda: self._doors.holder(key)))
+
+    def open(self, headers: Headers, what: str) -> tuple[interfaces.Backend, Callable[[], None]]:
+        """For a connection that carries many calls: the backend, and what to ask before each of them. A connection does not outlive
+        its key."""
+        principal = self._enter(headers, what, lambda: self._doors.principal(headers), rate=False)
+
+        def each() -> None:
+            self._enter(headers, what, lambda: self._doors.principal(headers))
+
+        return guard(self._backend, principal), each
+
+    def admit(self, headers: Headers, scope: operations.Scope, *, operator: bool = False) -> None:
+        """For what is no operation of the table."""
+
+        def who() -> Principal:
+            principal = self._doors.principal(headers)
+            principal.require(scope)
+            if operator and principal.tenant:
+                words = f"the {scope} are the operator's"
+                hint = "use a key without a tenant"
+                raise errors.error("scope_missing", words, hint=hint, scope=scope)
+            return principal
+
+        self._enter(headers, scope, who)
 
     def refused(self, what: str, problem: errors.ClocheError) -> errors.ClocheError:
         """Put on record what a face turned down by itself."""
@@ -173,26 +198,46 @@ class Answers:
         return problem
 
     def _enter(
-        self, headers: Headers, what: str, who: Callable[[], Principal]
-    ) -> tuple[str, interfaces.Backend]:
+        self, headers: Headers, what: str, who: Callable[[], Principal], *, rate: bool = True
+    ) -> Principal:
         principal = _PROBE
         try:
-            self._doors.check_host(headers)
+            self._doors.check_origin(headers)
             principal = who()
-            self._rates.take(principal.name)
+            if rate:
+                self._rates.take(principal.name)
         except errors.ClocheError as problem:
             self._turned_down(what, principal, problem)
             raise
-        return principal.name, guard(self._backend, principal)
+        return principal
+
+    def gate(self, app: ASGIApp) -> ASGIApp:
+        """Around everything: by which name we are called is looked at before any face is asked, whatever the path; and what a
+        check may have to wait for is fetched here, so that checks themselves wait for nothing."""
+
+        async def gated(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] not in ("http", "websocket"):
+                return await app(scope, receive, send)
+            headers = Headers(scope=scope)
+            try:
+                self._doors.check_name(headers, (scope.get("server") or ("",))[0])
+            except errors.ClocheError as problem:
+                self._turned_down(
+                    f"{scope.get('method', 'WEBSOCKET')} {scope['path'][:100]}", _PROBE, problem
+                )
+                response = failure(problem, request_id := _request_id(headers))
+                response.headers["X-Request-ID"] = request_id
+                if scope["type"] == "http":
+                    return await response(scope, receive, send)
+                return await WebSocket(scope, receive, send).close(4000 + response.status_code, problem.code)
+            await self._doors.prepare(headers)
+            await app(scope, receive, send)
+
+        return gated
 
     def _turned_down(self, operation: str, principal: Principal, problem: errors.ClocheError) -> None:
-        """On record too; of strangers, who need no key to be refused, only so many a minute."""
-        if principal is _PROBE:
-            if not self._strangers.take():
-                return
-            events.caller.set("stranger")
-        else:
-            events.caller.set(principal.actor)
+        """On record too."""
+        events.caller.set("stranger" if principal is _PROBE else principal.actor)
         record_refusal(self._backend, operation, None, problem)
 
     async def _answer(self, operation: operations.Operation, call: Call) -> Response:
@@ -242,7 +287,7 @@ def failure(problem: errors.ClocheError, request_id: str) -> Response:
     headers = {}
     if "retry_after_s" in problem.details:
         headers["Retry-After"] = str(max(1, round(float(str(problem.details["retry_after_s"])))))
-    if problem.code in ("key_missing", "key_refused"):
+    if errors.TABLE[problem.code].http == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(
         rpc.encode(wire.Failure(error=fault)),
@@ -355,8 +400,8 @@ async def _close(events: AsyncIterator[Any]) -> None:
 # ── parameters ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _request_id(request: Request) -> str:
-    given = request.headers.get("x-request-id", "")
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else model.new_id()
 
 
@@ -445,20 +490,6 @@ class _Rates:
                 hint="wait as long as Retry-After says",
                 retry_after_s=(1 - left) / self._per_s,
             )
-
-
-class _Strangers:
-    """How many refusals of callers without a key are put on record: who has none must not fill the disk."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._since, self._left = clock(), _STRANGERS_A_MINUTE
-
-    def take(self) -> bool:
-        if self._clock() - self._since >= 60:
-            self._since, self._left = self._clock(), _STRANGERS_A_MINUTE
-        self._left -= 1
-        return self._left >= 0
 
 
 class _Remembered:

@@ -1,38 +1,79 @@
 """Who calls, and whether they came in by a proper door.
 
-* A request needs a key (`Authorization: Bearer`, `X-API-Key`; E2B's clients send the latter), and the key a scope. What is refused
+* A request needs a key (`Authorization: Bearer`, `X-API-Key`; E2B's clients send the latter) or a token, and that a scope. What is refused
   here is said in the same words whether the thing asked for exists or not.
-* *No web page drives a local server.* `Host` must be a name that this server goes by (loopback, its address, or what the configuration
-  names), which ends DNS rebinding; a request with an `Origin` is refused unless the configuration names that origin. Probes too.
+* *No web page drives a local server.* `Host` must be a name that this server goes by (loopback, the address that the connection came in on, or what the
+  configuration names), which ends DNS rebinding; a request with an `Origin` is refused unless the configuration names that origin. Probes too.
 * A `Principal` is made once per request, and is all that the rest of the house knows of the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ipaddress
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 
-from cloche import errors
-from cloche.server import keys
+from cloche import errors, model
+from cloche.server import jwt, keys
 from cloche.server.guarding import Principal
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+_OF_A_SANDBOX = re.compile(rf"[0-9]{{1,5}}-[a-z0-9]{{{model.ID_LENGTH}}}\.(.+)")
+_MOST_GUESTS = 10_000
 
 
 class Doors:
-    def __init__(self, known: keys.Keys, *, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        known: keys.Keys,
+        *,
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+        tokens: jwt.Tokens | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._keys = known
-        self._hosts = {"localhost", "127.0.0.1", "[::1]", *hosts}
+        self._tokens = tokens
+        self._now = now
+        named = {host.lower() for host in hosts}
+        self._hosts = {"localhost", "127.0.0.1", "[::1]"} | {name for name in named if name[:1] != "*"}
+        self._suffixes = (".localhost", *(name[1:] for name in named if name.startswith("*.")))
+        self._any = "*" in named
         self._origins = set(origins)
+        self._guests: OrderedDict[str, Principal] = OrderedDict()
 
-    def check_host(self, headers: Headers) -> None:
-        host = headers.get("host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if name not in self._hosts and not name.endswith(".localhost"):
+    async def prepare(self, headers: Headers) -> None:
+        """What may take a while, before anything is decided."""
+        secret = _secret(headers)
+        if self._tokens is not None and jwt.looks_like(secret):
+            await self._tokens.prepare(secret)
+
+    def check_name(self, headers: Headers, local: str = "") -> None:
+        """`local`: the address that the connection came in on. A page that was loaded from there is ours."""
+        given = headers.getlist("host")
+        matched = _HOST.fullmatch(given[0].lower()) if len(given) == 1 else None
+        if matched is None or not (self._goes_by(matched[1]) or _same_address(matched[1], local)):
+            name = (matched[1] if matched else ", ".join(given))[:100]
             raise errors.error(
                 "peer_refused",
-                f"this server is not called {name[:100]!r}",
+                f"this server is not called {name!r}"
+                if given
+                else "the request does not say whom it is for (Host)",
                 hint="add the name to server.hosts in the settings",
             )
+
+    def _goes_by(self, name: str) -> bool:
+        if self._any or name in self._hosts or name.endswith(self._suffixes):
+            return True
+        of_sandbox = _OF_A_SANDBOX.fullmatch(name)
+        return of_sandbox is not None and of_sandbox[1] in self._hosts
+
+    def check_origin(self, headers: Headers) -> None:
+        """The page that it comes from, if it is one. By what name we are called was looked at before any face was asked."""
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins:
             raise errors.error(
@@ -42,20 +83,43 @@ class Doors:
             )
 
     def principal(self, headers: Headers) -> Principal:
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        secret = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
+        secret = _secret(headers)
         if not secret:
             raise errors.error(
                 "key_missing",
                 "this request has no API key",
                 hint="send `Authorization: Bearer cl_…`; `cloche serve` prints where the key is kept",
             )
+        if self._tokens is not None and jwt.looks_like(secret):
+            guest = self._tokens.check(secret)
+            self._guests[guest.name] = guest
+            self._guests.move_to_end(guest.name)
+            while len(self._guests) > _MOST_GUESTS:
+                self._guests.popitem(last=False)
+            return guest
         return _principal(self._keys.check(secret))
 
     def holder(self, name: str) -> Principal:
-        """Who a key of that name stands for now; `key_refused` once it is revoked or over."""
-        return _principal(self._keys.named(name))
+        """Who goes by that name now; refused once the key is revoked or over, or the token is."""
+        if ":" not in name:
+            return _principal(self._keys.named(name))
+        guest = self._guests.get(name)
+        if guest is None or (guest.expires_at is not None and guest.expires_at <= self._now()):
+            raise errors.error("token_expired", "the token's time is over", hint="get a new one")
+        return guest
+
+
+def _secret(headers: Headers) -> str:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
 
 
 def _principal(key: keys.Key) -> Principal:
-    return Principal(key.name, key.tenant, frozenset(key.scopes))
+    return Principal(key.name, key.tenant, frozenset(key.scopes), expires_at=key.expires_at)
+
+
+def _same_address(name: str, local: str) -> bool:
+    try:
+        return ipaddress.ip_address(name.strip("[]")) == ipaddress.ip_address(local)
+    except ValueError:
+        return False

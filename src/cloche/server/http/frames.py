@@ -13,21 +13,18 @@ from typing import Any, cast
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from cloche import errors, interfaces, rpc, settings
-from cloche.server import guarding, keeper
-from cloche.server.http import doors
+from cloche import errors, rpc, settings
+from cloche.server import keeper
+from cloche.server.http import answering
 
 _PIECE = 1 << 19
 _HIGH_WATER = 4 << 20
 
 
-async def connect(
-    websocket: WebSocket, backend: interfaces.Backend, entrance: doors.Doors, config: settings.Settings
-) -> None:
+async def connect(websocket: WebSocket, entrance: answering.Answers, config: settings.Settings) -> None:
     """Serve one client until it leaves."""
     try:
-        entrance.check_host(websocket.headers)
-        principal = entrance.principal(websocket.headers)
+        backend, each = entrance.open(websocket.headers, "connect")
     except errors.ClocheError as problem:
         await websocket.accept()
         status = errors.TABLE[problem.code].http
@@ -38,7 +35,7 @@ async def connect(
     await websocket.accept()
     writer = Writer(websocket)
     serving = keeper.Connection(
-        guarding.guard(backend, principal), cast(asyncio.StreamWriter, writer), config.defaults
+        backend, cast(asyncio.StreamWriter, writer), config.defaults, before_each=each
     )
     try:
         await serving.run(cast(asyncio.StreamReader, Reader(websocket)))

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from cloche import errors, interfaces, model, settings
-from cloche.server import keys
+from cloche.server import jwt, keys
 from cloche.server.http import answering, connections, doors, frames, meters, openapi
 from cloche.server.http.routes import TABLE
 
@@ -38,7 +38,12 @@ def make_app(
 ) -> Starlette:
     """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
     `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest."""
-    entrance = doors.Doors(known, hosts=config.server.hosts, origins=config.server.origins)
+    entrance = doors.Doors(
+        known,
+        hosts=config.server.hosts,
+        origins=config.server.origins,
+        tokens=jwt.Tokens(config.jwt) if config.jwt.enabled else None,
+    )
     counted = meters.Meters(watch)
     answers = answering.Answers(backend, entrance, config, observe=counted.observe)
 
@@ -47,22 +52,13 @@ def make_app(
 
     async def metrics(request: Request) -> Response:
         try:
-            entrance.check_host(request.headers)
-            principal = entrance.principal(request.headers)
-            principal.require("metrics")
-            if principal.tenant:
-                raise errors.error(
-                    "scope_missing",
-                    "the metrics are the operator's",
-                    hint="use a key without a tenant",
-                    scope="metrics",
-                )
+            answers.admit(request.headers, "metrics", operator=True)
         except errors.ClocheError as problem:
             return answering.failure(problem, model.new_id())
         return Response(await counted.render(backend), media_type=meters.MEDIA_TYPE)
 
     async def connect(websocket: WebSocket) -> None:
-        await frames.connect(websocket, backend, entrance, config)
+        await frames.connect(websocket, answers, config)
 
     async def unknown(request: Request, problem: Exception) -> Response:
         status = getattr(problem, "status_code", 404)
@@ -90,6 +86,7 @@ def make_app(
     )
     for wire in around:
         app.add_middleware(wire, entrance=answers, config=config)
+    app.add_middleware(answers.gate)
     return app
 
 
