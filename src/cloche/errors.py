@@ -196,6 +196,8 @@ class ClocheError(Exception):
     """Anything Cloche reports: a stable `code`, a sentence, what to do, and data for programs."""
 
     default_code = "internal_error"
+    record = ""
+    """What the audit log is told in place of the message, where the caller should not learn it. It crosses no wire."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
+from websockets.typing import Origin
 
 from tests.server import conftest
 
@@ -60,7 +61,9 @@ def test_who_is_turned_away_from_a_connection_is_on_record(own):
     address = "ws" + own.url.removeprefix("http") + "/v1/connect"
     with connect(address, proxy=None) as opened:
         assert json.loads(opened.recv())["code"] == "key_missing"
-    with connect(address, proxy=None, additional_headers={"X-API-Key": own.key}, origin="null") as opened:
+    with connect(
+        address, proxy=None, additional_headers={"X-API-Key": own.key}, origin=Origin("null")
+    ) as opened:
         assert json.loads(opened.recv())["code"] == "peer_refused"
     with (
         socket.create_connection(("127.0.0.1", httpx.URL(own.url).port)) as sock,

@@ -94,7 +94,7 @@ def test_many_callers_are_not_many_memories():
 def test_one_refusal_is_one_line():
     book = Book()
     problem = errors.error("key_refused", "no")
-    problem.record = "because"  # type: ignore[attr-defined]
+    problem.record = "because"
     refusals.record_refusal(book, "look", None, problem)
     refusals.record_refusal(book, "look", None, problem)
     refusals.record_refusal(object(), "look", None, problem)

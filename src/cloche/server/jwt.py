@@ -155,7 +155,7 @@ def refused(why: str) -> errors.ClocheError:
     problem = errors.error(
         "token_invalid", "the token is not accepted here", hint="get a new one from whoever gave you this one"
     )
-    problem.record = why  # type: ignore[attr-defined]
+    problem.record = why
     return problem
 
 

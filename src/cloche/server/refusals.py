@@ -62,7 +62,7 @@ class Ledger:
                 self._close(next(iter(self._windows)))
         if window.left > 0:
             window.left -= 1
-            self._write(operation, sandbox, problem.code, getattr(problem, "record", "") or problem.message)
+            self._write(operation, sandbox, problem.code, problem.record or problem.message)
         else:
             window.more[problem.code] += 1
             self._arm(caller, window, now)
