@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cloche.compat.e2b import control
+from tests.wires.e2b import table
 from tests.wires.e2b.conftest import Client
 
 pytestmark = pytest.mark.timeout(900)
@@ -27,3 +28,11 @@ def test_the_table_is_the_one_that_serves() -> None:
     assert shown == [
         (route.method, route.path, route.name, "yes" if route.handler else "501") for route in control.TABLE
     ]
+
+
+def test_the_calls_are_those_that_are_tested() -> None:
+    shown = re.findall(r"^\| `([^|]*)` \| (2\.31|2\.45|newest) \|$", GUIDE, re.MULTILINE)
+    assert shown == [(case.call, case.since) for case in table.TABLE]
+    assert f"{len(table.TABLE)} calls" in GUIDE
+    refused = re.findall(r"^\| `([^|]*)` \| (501|the SDK) \|", GUIDE, re.MULTILINE)
+    assert refused == [(case.call, case.by) for case in table.REFUSED]

@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from tests.server import conftest as server
+from tests.wires.e2b import table
 from tests.wires.e2b.conftest import Client, Raised, client_of
 
 pytestmark = pytest.mark.timeout(900)  # the first one makes the clients' environment
@@ -16,8 +17,12 @@ def refused(program: Client, source: str) -> Raised:
     return caught.value
 
 
+def alive(http: httpx.Client) -> list[str]:
+    return [one["id"] for one in http.get("/v1/sandboxes").raise_for_status().json()["sandboxes"]]
+
+
 def test_a_wrong_key_makes_nothing(served: server.Served, http: httpx.Client) -> None:
-    before = http.get("/v1/sandboxes").json()
+    before = alive(http)
     stranger = client_of("newest", served, "cl_" + "0" * 40)
     try:
         stranger("from e2b import Sandbox")
@@ -25,7 +30,7 @@ def test_a_wrong_key_makes_nothing(served: server.Served, http: httpx.Client) ->
         assert refused(stranger, "Sandbox.list().next_items()").name == "AuthenticationException"
     finally:
         stranger.close()
-    assert http.get("/v1/sandboxes").json() == before
+    assert alive(http) == before
 
 
 def test_a_sandbox_that_never_was(program: Client) -> None:
@@ -133,8 +138,7 @@ def test_a_key_that_may_not_run_commands_gets_none_run(served: server.Served, ht
         ("POST", "/v3/templates", {"name": "x"}, "template builds"),
         ("GET", "/volumes", None, "volumes"),
         ("GET", "/secrets", None, "secrets"),
-        ("GET", f"/sandboxes/{NOBODY}/logs", None, "logs"),
-        ("POST", "/sandboxes", {"templateID": "base", "autoPause": True}, "autoPause"),
+        ("POST", "/templates/tags", {"target": "base", "tags": ["a"]}, "template tags"),
         ("POST", "/sandboxes", {"templateID": "base", "volumeMounts": [{"name": "v", "path": "/v"}]}, "volumeMounts"),
         ("POST", "/sandboxes", {"templateID": "base", "mcp": {"a": {}}}, "mcp"),
         ("POST", "/v2/sandboxes", {"templateID": "base", "network": {"egressProxy": {"address": "x"}}}, "egressProxy"),
@@ -145,11 +149,11 @@ def test_a_key_that_may_not_run_commands_gets_none_run(served: server.Served, ht
 def test_what_is_not_honoured_has_a_name(
     http: httpx.Client, method: str, path: str, body: object, word: str
 ) -> None:
-    before = http.get("/v1/sandboxes").json()
+    before = alive(http)
     answer = http.request(method, path, json=body)
     assert answer.status_code == 501, answer.text
     assert word in answer.json()["message"]
-    assert http.get("/v1/sandboxes").json() == before
+    assert alive(http) == before
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,16 @@ def test_what_is_not_honoured_has_a_name(
         ({"templateID": "base", "surprise": 1}, "surprise"),
         ({"templateID": "base", "timeout": "long"}, "timeout"),
         ({"templateID": "base", "metadata": {"e2b.auto-resume": "yes"}}, "e2b."),
+        (
+            {
+                "templateID": "base",
+                "autoPause": True,
+                "autoPauseMemory": False,
+                "autoResume": {"enabled": True},
+            },
+            "autoResume",
+        ),
+        ({"templateID": "base", "timeout": -5}, "timeout"),
         ({"templateID": "base", "network": {"allowOut": ["example.org"]}}, "0.0.0.0/0"),
         ({"templateID": "base", "network": {"denyOut": ["example.org"]}}, "denyOut"),
     ],
@@ -168,6 +182,16 @@ def test_a_create_that_cannot_be_is_said_to_be(http: httpx.Client, body: object,
     assert answer.status_code == 400, answer.text
     assert answer.json()["code"] == 400
     assert word in answer.json()["message"]
+
+
+@pytest.mark.parametrize("case", table.REFUSED, ids=[case.call for case in table.REFUSED])
+def test_a_call_that_is_not_honoured_does_nothing(
+    case: table.Refused, program: Client, box: str, http: httpx.Client
+) -> None:
+    before = alive(http)
+    problem = refused(program, case.source)
+    assert case.words in problem.words, problem
+    assert alive(http) == before
 
 
 def test_an_unknown_template(program: Client) -> None:

@@ -211,3 +211,87 @@ def test_rules_are_enforced(program: Client, box: str, http: httpx.Client) -> No
     assert not any(
         "allowed.test" in target for target in denied("allowed.test")
     )  # not there, which is no denial
+
+
+def test_logs_are_the_journal_and_are_filtered_as_asked(
+    program: Client, box: str, http: httpx.Client
+) -> None:
+    for query in ({"level": "loud"}, {"limit": "many"}, {"direction": "up"}):
+        assert http.get(f"/v2/sandboxes/{box}/logs", params=query).status_code == 400
+    assert http.get(f"/sandboxes/{'a' * 20}/logs").status_code == 404
+    program("box.commands.run('echo logged-by-a-test')")
+    old = http.get(f"/sandboxes/{box}/logs").raise_for_status().json()
+    assert len(old["logs"]) == len(old["logEntries"]) > 0
+    assert any("logged-by-a-test" in entry["message"] for entry in old["logEntries"])
+
+    def new(**query: str) -> list[dict]:
+        return http.get(f"/v2/sandboxes/{box}/logs", params=query).raise_for_status().json()["logs"]
+
+    assert [entry["timestamp"] for entry in new(direction="backward")] == sorted(
+        (entry["timestamp"] for entry in new()), reverse=True
+    )
+    assert all("logged-by-a-test" in entry["message"] for entry in new(search="logged-by-a-test"))
+    assert len(new(limit="1")) == 1
+    assert new(cursor="9999999999999") == []
+    assert new(level="error") == []
+
+
+def test_templates_are_read(http: httpx.Client) -> None:
+    assert http.get("/templates/no-such").status_code == 404
+    assert http.get("/templates/aliases/no-such").status_code == 404
+    ours = [one["spec"]["name"] for one in http.get("/v1/templates").json()["templates"]]
+    for path in ("/templates", "/v2/templates"):
+        shown = http.get(path).raise_for_status().json()
+        assert [one["templateID"] for one in shown] == ours
+    one = http.get("/templates/base").raise_for_status().json()
+    assert one["builds"][0]["buildID"] == one["buildID"]
+    assert "code-interpreter-v1" in one["aliases"]
+    assert http.get("/templates/aliases/code-interpreter-v1").json() == {"templateID": "base", "public": True}
+
+
+def test_the_network_is_told_as_it_was_said(program: Client, http: httpx.Client) -> None:
+    made = http.post(
+        "/v2/sandboxes",
+        json={"templateID": "base", "network": {"allowOut": ["8.8.8.8"], "denyOut": ["8.8.0.0/16"]}},
+    ).json()["sandboxID"]
+    told = http.get(f"/sandboxes/{made}").json()
+    assert told["network"] == {"allowPublicTraffic": True, "allowOut": ["8.8.8.8"], "denyOut": ["8.8.0.0/16"]}
+    assert http.put(f"/sandboxes/{made}/network", json={"denyOut": ["0.0.0.0/0"]}).status_code == 204
+    assert http.get(f"/sandboxes/{made}").json()["network"]["denyOut"] == ["0.0.0.0/0"]
+    assert http.delete(f"/sandboxes/{made}").status_code == 204
+
+
+def test_metrics_of_a_time(http: httpx.Client, box: str) -> None:
+    assert http.get(f"/sandboxes/{box}/metrics", params={"start": "soon"}).status_code == 400
+    [first] = http.get(f"/sandboxes/{box}/metrics").json()
+    assert http.get(f"/sandboxes/{box}/metrics", params={"end": first["timestampUnix"] - 10}).json() == []
+    assert len(http.get(f"/sandboxes/{box}/metrics", params={"start": first["timestampUnix"]}).json()) >= 2
+    many = http.get("/sandboxes/metrics", params={"sandbox_ids": f"{box},{'a' * 20}"}).json()["sandboxes"]
+    assert list(many) == [box]
+
+
+def test_a_state_that_is_none_is_refused(http: httpx.Client) -> None:
+    assert http.get("/v2/sandboxes", params={"state": "asleep"}).status_code == 400
+    assert http.get("/v2/sandboxes", params={"order": "random"}).status_code == 400
+
+
+def test_a_pool_of_the_template_serves_what_clients_make(program: Client, http: httpx.Client, until) -> None:
+    http.put("/v1/pools/base", json={"template": "base", "size": 2}).raise_for_status()
+    try:
+        until(lambda: http.get("/v1/pools/base").json()["ready"] == 2)
+        members = http.get("/v1/pools/base").json()["members"]
+        made = program("""
+            own = Sandbox.create(timeout=700, metadata={"pooled": "yes"}, envs={"A": "bound late"},
+                                 network={"allow_out": ["a.test"], "deny_out": ["0.0.0.0/0"]})
+            answer = [own.sandbox_id, own.commands.run("echo $A").stdout]
+        """)
+        assert made[0] in members
+        assert made[1] == "bound late\n"
+        ours = info(http, made[0])
+        assert ours["labels"] == {"pooled": "yes"}
+        assert 600 < ours["expires_at"] - ours["created_at"] <= 701
+        assert http.get(f"/v1/sandboxes/{made[0]}/policy").json()["network"]["allow"] == ["a.test"]
+        program("own.kill()")
+        assert http.get("/v1/pools/base").json()["hits"] == 1
+    finally:
+        assert http.delete("/v1/pools/base").status_code == 204

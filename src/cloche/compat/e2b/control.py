@@ -6,59 +6,23 @@ wants it, so its life is without end while it is paused (where policy allows tha
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from datetime import UTC, datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
-from cloche import errors, interfaces, model, rpc, settings
-from cloche.compat.e2b import connect, faults, network, state
+from cloche import errors, interfaces, model, rpc
+from cloche.compat.e2b import calls, faults, logs, network, state, templates
+from cloche.compat.e2b.calls import Call, Route
 
-ENVD_VERSION = "0.6.1"
-"""The newest whose every feature is here: 0.6.2 brought metadata of files."""
 _MOST_FORKS = 100
-_PAGE = 100
 _HIDDEN = "e2b."
-_AUTO_RESUME = "e2b.auto-resume"
+_AUTO_RESUME, _ON_TIMEOUT = "e2b.auto-resume", "e2b.on-timeout"
 _FOR_EVER = "9999-12-31T23:59:59Z"
-_OURS = {"base": "base", "code-interpreter-v1": "base"}
-"""E2B's public templates that every sandbox here is: a shell, and contexts for code."""
-T = TypeVar("T")
-
-
-class Call(NamedTuple):
-    request: Request
-    backend: interfaces.Backend
-    key: str
-    """The caller's key, by name."""
-    state: state.State
-    config: settings.Settings
-    places: dict[str, str]
-
-    @property
-    def sandbox(self) -> str:
-        return self.places["sandbox"]
-
-
-Handler = Callable[[Call], Awaitable[Response]]
-
-
-class Route(NamedTuple):
-    method: str
-    path: str
-    name: str
-    handler: Handler | None
-
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(self.path)))
+_STATES = ("running", "paused")
 
 
 # ── requests ───────────────────────────────────────────────────────────────────────────────────────
@@ -84,16 +48,38 @@ class Create(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     volumeMounts: list[Any] | None = None
 
     def refuse(self) -> None:
-        """What would have to be ignored."""
-        for field, asked in (
-            ("autoPause", self.autoPause), ("mcp", self.mcp), ("iam", self.iam), ("volumeMounts", self.volumeMounts)
-        ):  # fmt: skip
+        """What would have to be ignored, and what contradicts itself."""
+        for field, asked in (("mcp", self.mcp), ("iam", self.iam), ("volumeMounts", self.volumeMounts)):
             if asked:
                 raise faults.missing(field)
+        if self.autoResume and self.autoResume.enabled and self.autoPauseMemory is False:
+            words = (
+                "autoResume wakes what was paused with its memory; with autoPauseMemory=false there is none"
+            )
+            raise faults.Fault(400, words, name="lifecycle_invalid")
+        if any(name.startswith(_HIDDEN) for name in self.metadata):
+            raise faults.Fault(400, f"metadata may not begin with {_HIDDEN!r} here", name="metadata_invalid")
+
+    def labels(self) -> dict[str, str]:
+        """The metadata, and what is remembered for `info`."""
+        hidden = {}
+        if self.autoResume is not None and self.autoResume.enabled:
+            hidden[_AUTO_RESUME] = "yes"
+        if self.autoPause:
+            hidden[_ON_TIMEOUT] = "pause"
+        return {**self.metadata, **hidden}
+
+    def ladder(self) -> dict[str, str]:
+        """What the end of its time does. E2B's pause with memory is our pause, the one without our archive."""
+        if not self.autoPause:
+            return {}
+        return {"at_timeout": "archive" if self.autoPauseMemory is False else "pause"}
 
 
 class Timeout(msgspec.Struct, kw_only=True):
     timeout: float | None = None
+    memory: bool | None = None
+    """Of `connect`: false wakes a paused sandbox from its disk, without what was in memory."""
 
 
 class Refresh(msgspec.Struct, kw_only=True):
@@ -111,14 +97,7 @@ class Fork(msgspec.Struct, kw_only=True):
 
 class Snapshot(msgspec.Struct, kw_only=True):
     name: str | None = None
-
-
-async def _body(call: Call, kind: type[T]) -> T:
-    data = await connect.read_all(call.request, call.config.server.max_body_mib << 20)
-    try:
-        return msgspec.json.decode(data or b"{}", type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as problem:
-        raise faults.Fault(400, f"the body is not valid: {problem}", name="body_invalid") from None
+    memory: bool | None = None
 
 
 # ── handlers ───────────────────────────────────────────────────────────────────────────────────────
@@ -137,31 +116,32 @@ async def _create_v2(call: Call) -> Response:
 
 
 async def _create(call: Call, default_s: float) -> Response:
-    body = await _body(call, Create)
+    body = await calls.body(call, Create)
     body.refuse()
     rules = body.network or network.Config()
-    if any(name.startswith(_HIDDEN) for name in body.metadata):
-        raise faults.Fault(400, f"metadata may not begin with {_HIDDEN!r} here", name="metadata_invalid")
+    timeout_s = body.timeout or default_s
     said: dict[str, Any] = {
         "env": body.envVars,
-        "labels": dict(body.metadata),
-        "timeout_s": body.timeout or default_s,
+        "labels": body.labels(),
+        "timeout_s": timeout_s,
         "stay": True,
         "policy": {"network": _network(call, rules, body.allow_internet_access)},
+        "ladder": body.ladder(),
         **await _start(call, body.templateID),
     }
-    if body.autoResume is not None and body.autoResume.enabled:
-        said["labels"][_AUTO_RESUME] = "yes"
     spec = rpc.complete(said, call.config.defaults)
-
-    async def make() -> str:
-        return (await call.backend.create(spec)).id
-
     word = call.request.headers.get("idempotency-key")
-    made = await (
-        make() if word is None else call.state.once(call.key, word, msgspec.json.encode(body), make)
-    )
-    return faults.json(_sandbox(call, await call.backend.info(made)), 201)
+    if word is None:
+        made = await call.backend.create(spec)
+    else:
+
+        async def make() -> str:
+            return (await call.backend.create(spec)).id
+
+        made = await call.backend.info(await call.state.once(call.key, word, msgspec.json.encode(body), make))
+    held = call.state.of(made.id)
+    held.timeout_s, held.network = timeout_s, rules
+    return faults.json(_sandbox(call, made), 201)
 
 
 def _network(call: Call, rules: network.Config, internet: bool | None) -> dict[str, Any]:
@@ -172,8 +152,8 @@ def _network(call: Call, rules: network.Config, internet: bool | None) -> dict[s
 
 async def _start(call: Call, template: str) -> dict[str, str]:
     """What a sandbox starts from: E2B has one name space for templates and snapshots."""
-    if template in _OURS:
-        return {"template": _OURS[template]}
+    if template in templates.OURS:
+        return {"template": templates.OURS[template]}
     if template == "mcp-gateway":
         raise faults.missing("the template mcp-gateway")
     with suppress(errors.NotFound):
@@ -184,8 +164,12 @@ async def _start(call: Call, template: str) -> dict[str, str]:
 async def _list(call: Call) -> Response:
     query = call.request.query_params
     wanted = _wanted(call)
-    since = _moment(call, "startedAfter")
-    states = [word for word in query.get("state", "running,paused").split(",") if word]
+    since = calls.moment(call, "startedAfter")
+    states = [word for word in query.get("state", "").split(",") if word] or _STATES
+    for word in states:
+        if word not in _STATES:
+            raise faults.Fault(400, f"state is {word[:50]!r}; it is running or paused", name="query_invalid")
+    latest_first = calls.one_of(call, "order", ("asc", "desc"), "desc") == "desc"
     found = [
         info
         for info in sorted(await call.backend.list(), key=lambda info: (-info.created_at, info.id))
@@ -195,40 +179,11 @@ async def _list(call: Call) -> Response:
         and query.get("template") in (None, "", info.template)
         and info.created_at > since
     ]
-    if query.get("order") == "asc":
+    if not latest_first:
         found.reverse()
-    return _page(
+    return calls.page(
         call, found, _listed, {"x-total-running": str(sum(_state(info) == "running" for info in found))}
     )
-
-
-def _page(
-    call: Call, found: list[T], shown: Callable[[T], dict[str, Any]], headers: dict[str, str] | None = None
-) -> Response:
-    """Some of a list, and in a header where the next ones begin."""
-    start, limit = _whole(call, "nextToken", 0), max(1, min(_whole(call, "limit", _PAGE), _PAGE))
-    headers = headers or {}
-    if start + limit < len(found):
-        headers["x-next-token"] = str(start + limit)
-    return faults.json([shown(one) for one in found[start : start + limit]], 200, headers)
-
-
-def _whole(call: Call, field: str, default: int) -> int:
-    given = call.request.query_params.get(field, "")
-    if given and not (given.isascii() and given.isdigit()):
-        raise faults.Fault(400, f"{field} is {given[:50]!r}, which is not a number", name="query_invalid")
-    return int(given) if given else default
-
-
-def _moment(call: Call, field: str) -> float:
-    """A time of the query, in seconds; the beginning of time if it is not given."""
-    given = call.request.query_params.get(field, "")
-    try:
-        return datetime.fromisoformat(given).timestamp() if given else 0.0
-    except ValueError:
-        raise faults.Fault(
-            400, f"{field} is {given[:50]!r}, which is not a time", name="query_invalid"
-        ) from None
 
 
 def _wanted(call: Call) -> dict[str, str]:
@@ -249,46 +204,58 @@ async def _list_v1(call: Call) -> Response:
 
 
 async def _info(call: Call) -> Response:
-    info = await _alive(call)
+    info = await calls.alive(call)
     rules = (await call.backend.get_policy(info.id)).network
     detail = {
         **_listed(info),
         "envdAccessToken": call.state.issue(info.id, call.key, "access"),
         "domain": _domain(call),
-        "lifecycle": {"autoResume": info.labels.get(_AUTO_RESUME) == "yes", "onTimeout": "kill"},
+        "lifecycle": {"autoResume": may_wake(info), "onTimeout": info.labels.get(_ON_TIMEOUT, "kill")},
         "allowInternetAccess": rules.mode != "off",
-        "network": {"allowOut": list(rules.allow), "denyOut": list(rules.deny), "allowPublicTraffic": True},
+        "network": _rules(call, info, rules),
     }
     if info.phase != "running":
         detail["pauseMode"] = "full" if info.phase == "paused" else "filesystem"
-        detail["network"] = {"allowPublicTraffic": True}
     return faults.json(detail)
 
 
+def _rules(call: Call, info: model.SandboxInfo, rules: Any) -> dict[str, Any]:
+    """As the client said it, where this process was told; else as it was translated."""
+    held = call.state.known(info.id)
+    if held is not None and held.network is not None:
+        said: dict[str, Any] = msgspec.to_builtins(held.network)
+        said.pop("allow_internet_access", None)
+        return {"allowPublicTraffic": True, **said}
+    return {"allowOut": list(rules.allow), "denyOut": list(rules.deny), "allowPublicTraffic": True}
+
+
 async def _delete(call: Call) -> Response:
-    info = await _alive(call)
+    info = await calls.alive(call)
     await call.backend.delete(info.id)
     call.state.forget(info.id)
     return Response(status_code=204)
 
 
 async def _connect(call: Call) -> Response:
-    body = await _body(call, Timeout)
-    return await _bring_back(call, body.timeout or 300)
+    body = await calls.body(call, Timeout)
+    return await _bring_back(call, body.timeout or 300, memory=body.memory is not False)
 
 
 async def _resume(call: Call) -> Response:
-    body = await _body(call, Timeout)
-    if (await _alive(call)).phase == "running":
+    body = await calls.body(call, Timeout)
+    if (await calls.alive(call)).phase == "running":
         raise faults.Fault(409, f"sandbox {call.sandbox} is running already", name="sandbox_running")
     return await _bring_back(call, body.timeout or 15)
 
 
-async def _bring_back(call: Call, timeout_s: float) -> Response:
+async def _bring_back(call: Call, timeout_s: float, *, memory: bool = True) -> Response:
     """A connected sandbox runs, and has at least so long to live."""
-    info = await _alive(call)
+    info = await calls.alive(call)
     slept = info.phase != "running"
+    call.state.of(info.id).timeout_s = timeout_s
     if slept:
+        if not memory and info.phase == "paused":
+            await call.backend.suspend(info.id, "archive")
         await call.backend.resume(info.id)
     if slept or (info.expires_at is not None and info.expires_at < time.time() + timeout_s):
         info = await call.backend.extend(info.id, timeout_s)
@@ -296,29 +263,30 @@ async def _bring_back(call: Call, timeout_s: float) -> Response:
 
 
 async def _timeout(call: Call) -> Response:
-    body = await _body(call, Timeout)
+    body = await calls.body(call, Timeout)
     if body.timeout is None:
         raise faults.Fault(400, "the body needs `timeout`, in seconds", name="body_invalid")
-    info = await _alive(call)
+    info = await calls.alive(call)
     if body.timeout == 0:
         await call.backend.delete(info.id)
         call.state.forget(info.id)
     else:
         await call.backend.extend(info.id, body.timeout)
+        call.state.of(info.id).timeout_s = body.timeout
     return Response(status_code=204)
 
 
 async def _refresh(call: Call) -> Response:
-    body = await _body(call, Refresh)
-    info = await _alive(call)
+    body = await calls.body(call, Refresh)
+    info = await calls.alive(call)
     if info.expires_at is not None and info.expires_at < time.time() + body.duration:
         await call.backend.extend(info.id, body.duration)
     return Response(status_code=204)
 
 
 async def _pause(call: Call) -> Response:
-    body = await _body(call, Pause)
-    info = await _alive(call)
+    body = await calls.body(call, Pause)
+    info = await calls.alive(call)
     if info.phase != "running":
         raise faults.Fault(409, f"sandbox {info.id} is paused already", name="sandbox_paused")
     await call.backend.suspend(info.id, "archive" if body.memory is False else "pause")
@@ -328,10 +296,10 @@ async def _pause(call: Call) -> Response:
 
 
 async def _fork(call: Call) -> Response:
-    body = await _body(call, Fork)
+    body = await calls.body(call, Fork)
     if not 1 <= body.count <= _MOST_FORKS:
         raise faults.Fault(400, f"count is {body.count}; it must be 1 to {_MOST_FORKS}", name="count_invalid")
-    info = await _alive(call)
+    info = await calls.alive(call)
     made = []
     for child in await call.backend.fork(info.id, body.count):
         kept = child if body.timeout is None else await call.backend.extend(child.id, body.timeout)
@@ -340,8 +308,10 @@ async def _fork(call: Call) -> Response:
 
 
 async def _snapshot(call: Call) -> Response:
-    body = await _body(call, Snapshot)
-    info = await _alive(call)
+    body = await calls.body(call, Snapshot)
+    if body.memory:
+        raise faults.missing("a snapshot of memory", "; without `memory` the files are kept")
+    info = await calls.alive(call)
     made = await call.backend.snapshot(info.id, body.name)
     return faults.json(_kept(made.id, made.name), 201)
 
@@ -349,7 +319,7 @@ async def _snapshot(call: Call) -> Response:
 async def _snapshots(call: Call) -> Response:
     of = call.request.query_params.get("sandboxID")
     found = [made for made in await call.backend.snapshots() if of in (None, "", made.sandbox)]
-    return _page(call, found, lambda made: _kept(made.id, made.name))
+    return calls.page(call, found, lambda made: _kept(made.id, made.name))
 
 
 def _kept(identity: str, name: str | None) -> dict[str, Any]:
@@ -362,23 +332,33 @@ async def _delete_snapshot(call: Call) -> Response:
 
 
 async def _put_network(call: Call) -> Response:
-    body = await _body(call, network.Config)
-    info = await _alive(call)
+    body = await calls.body(call, network.Config)
+    info = await calls.alive(call)
     rules = network.translate(body, internet=body.allow_internet_access)
     await call.backend.update_policy(info.id, {"network": rules})
+    call.state.of(info.id).network = body
     return Response(status_code=204)
 
 
 async def _metrics(call: Call) -> Response:
-    info = await _alive(call)
+    """What was measured when somebody asked, and now; between `start` and `end`."""
+    start, end = calls.whole(call, "start", 0), calls.whole(call, "end", 0)
+    info = await calls.alive(call)
+    held = call.state.of(info.id)
+    if info.phase == "running":
+        held.samples.append(await sample(call.backend, info, held))
     return faults.json(
-        [await sample(call.backend, info, call.state.of(info.id))] if info.phase == "running" else []
+        [
+            one
+            for one in held.samples
+            if start <= one["timestampUnix"] and (not end or one["timestampUnix"] <= end)
+        ]
     )
 
 
 async def _many_metrics(call: Call) -> Response:
     found: dict[str, Any] = {}
-    for named in call.request.query_params.get("sandbox_ids", "").split(","):
+    for named in call.request.query_params.get("sandbox_ids", "").split(",")[:_MOST_FORKS]:
         with suppress(errors.NotFound, errors.SandboxLost):
             info = await call.backend.info(named)
             if info.phase == "running":
@@ -395,7 +375,7 @@ async def sample(backend: interfaces.Backend, info: model.SandboxInfo, held: sta
     cpus = info.limits["cpus"].value
     used, total = await _disk(backend, info.id)
     return {
-        "timestamp": _time(now),
+        "timestamp": calls.time_of(now),
         "timestampUnix": int(now),
         "cpuCount": max(1, round(cpus)),
         "cpuUsedPct": round(max(0.0, usage.cpu_ms - before_ms) / max(1.0, (now - since) * 1000) * 100, 2),
@@ -421,21 +401,14 @@ async def _disk(backend: interfaces.Backend, sandbox: str) -> tuple[int, int]:
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _alive(call: Call) -> model.SandboxInfo:
-    try:
-        info = await call.backend.info(call.sandbox)
-    except errors.ClocheError as problem:
-        if not faults.is_gone(problem):
-            raise
-        call.state.forget(call.sandbox)
-        raise faults.Fault(404, f"sandbox {call.sandbox!r} not found", name=problem.code) from None
-    if info.phase in ("running", "paused", "archived"):
-        return info
-    raise faults.Fault(404, f"sandbox {call.sandbox!r} not found: it is {info.phase}", name="sandbox_lost")
-
-
 def may_wake(info: model.SandboxInfo) -> bool:
     return info.labels.get(_AUTO_RESUME) == "yes"
+
+
+async def wake(backend: interfaces.Backend, info: model.SandboxInfo, held: state.Held) -> model.SandboxInfo:
+    """Traffic has come for a sandbox that wants to be woken by it: it lives as long again as it was last given."""
+    woken = await backend.resume(info.id)
+    return woken if woken.expires_at is not None else await backend.extend(info.id, held.timeout_s)
 
 
 def _sandbox(call: Call, info: model.SandboxInfo) -> dict[str, Any]:
@@ -443,7 +416,7 @@ def _sandbox(call: Call, info: model.SandboxInfo) -> dict[str, Any]:
         "templateID": info.template,
         "sandboxID": info.id,
         "clientID": "cloche",
-        "envdVersion": ENVD_VERSION,
+        "envdVersion": templates.ENVD_VERSION,
         "envdAccessToken": call.state.issue(info.id, call.key, "access"),
         "trafficAccessToken": call.state.issue(info.id, call.key, "traffic"),
         "domain": _domain(call),
@@ -467,23 +440,19 @@ def _listed(info: model.SandboxInfo) -> dict[str, Any]:
         "alias": info.template,
         "sandboxID": info.id,
         "clientID": "cloche",
-        "startedAt": _time(info.created_at),
-        "endAt": _FOR_EVER if info.expires_at is None else _time(info.expires_at),
+        "startedAt": calls.time_of(info.created_at),
+        "endAt": _FOR_EVER if info.expires_at is None else calls.time_of(info.expires_at),
         "cpuCount": max(1, round(info.limits["cpus"].value)),
         "memoryMB": int(info.limits["memory_mib"].value),
         "diskSizeMB": int(info.limits["disk_mib"].value),
         "state": _state(info),
-        "envdVersion": ENVD_VERSION,
+        "envdVersion": templates.ENVD_VERSION,
         "metadata": {name: value for name, value in info.labels.items() if not name.startswith(_HIDDEN)},
     }
 
 
 def _state(info: model.SandboxInfo) -> str:
     return "running" if info.phase == "running" else "paused"
-
-
-def _time(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 TABLE: tuple[Route, ...] = (
@@ -509,20 +478,20 @@ TABLE: tuple[Route, ...] = (
     Route("DELETE", "/templates/{template}", "delete snapshot", _delete_snapshot),
     Route("PUT", "/sandboxes/{sandbox}/network", "replace network rules", _put_network),
     Route("GET", "/sandboxes/{sandbox}/metrics", "metrics", _metrics),
-    Route("GET", "/sandboxes/{sandbox}/logs", "logs", None),
-    Route("GET", "/v2/sandboxes/{sandbox}/logs", "logs", None),
+    Route("GET", "/sandboxes/{sandbox}/logs", "logs", logs.show),
+    Route("GET", "/v2/sandboxes/{sandbox}/logs", "logs", logs.show_v2),
     Route("POST", "/templates", "template builds", None),
-    Route("GET", "/templates", "template list", None),
+    Route("GET", "/templates", "template list", templates.list_all),
     Route("POST", "/v2/templates", "template builds", None),
-    Route("GET", "/v2/templates", "template list", None),
+    Route("GET", "/v2/templates", "template list", templates.list_all),
     Route("POST", "/v3/templates", "template builds", None),
-    Route("GET", "/templates/aliases/{alias}", "template aliases", None),
-    Route("GET", "/templates/{template}", "templates", None),
+    Route("GET", "/templates/aliases/{alias}", "template aliases", templates.alias),
+    Route("GET", "/templates/{template}", "template", templates.one),
     Route("PATCH", "/templates/{template}", "templates", None),
     Route("GET", "/templates/{template}/files/{hash}", "template builds", None),
     Route("POST", "/v2/templates/{template}/builds/{build}", "template builds", None),
     Route("GET", "/templates/{template}/builds/{build}/status", "template builds", None),
-    Route("GET", "/templates/{template}/tags", "template tags", None),
+    Route("GET", "/templates/{template}/tags", "template tags", templates.tags),
     Route("GET", "/volumes", "volumes", None),
     Route("POST", "/volumes", "volumes", None),
     Route("GET", "/volumes/{volume}", "volumes", None),

@@ -13,7 +13,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloche import errors, interfaces, model, settings
-from cloche.compat.e2b import connect, control, faults, filesystem, interpreter, processes, state, transfers
+from cloche.compat.e2b import (
+    calls,
+    connect,
+    control,
+    faults,
+    filesystem,
+    interpreter,
+    processes,
+    state,
+    transfers,
+)
 from cloche.compat.e2b.state import Place
 
 log = logging.getLogger("cloche.e2b")
@@ -96,7 +106,7 @@ class Face:
             key, backend = self._entrance.enter(request.headers, f"e2b {route.name}")
             if route.handler is None:
                 raise faults.missing(f"{route.name} ({route.method} {route.path})")
-            call = control.Call(request, backend, key, self._state, self._config, places)
+            call = calls.Call(request, backend, key, self._state, self._config, places)
             return await route.handler(call)
         except Exception as problem:
             return faults.as_json(_fault(problem))
@@ -114,9 +124,9 @@ class Face:
                     self._state.forget(sandbox)
                     return faults.gone(sandbox)
                 raise
-            if info.phase != "running" and not (
-                control.may_wake(info) and info.phase in ("paused", "archived")
-            ):
+            if info.phase in ("paused", "archived") and control.may_wake(info):
+                info = await control.wake(backend, info, self._state.of(info.id))
+            if info.phase != "running":
                 return faults.gone(sandbox)
             if port not in (ENVD, INTERPRETER):
                 return await _traffic(backend, info.id, port)

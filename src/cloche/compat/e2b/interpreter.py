@@ -1,7 +1,7 @@
 """The code interpreter of a sandbox: `/execute` and `/contexts` on port 49999.
 
 Code without a context runs in one per language that is made on first use, in the user's home. Runs of a context queue; a client that leaves
-interrupts its run. Lines are sent when the run has ended (text, then results, then the error), and a keepalive every few seconds until then.
+interrupts its run. Every line is sent as it happens, and a keepalive where nothing has for a few seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -75,33 +74,30 @@ async def _lines(items: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
 
 
 async def _run(place: Place, context: str, body: Execute) -> AsyncIterator[dict[str, Any]]:
-    async with place.held.queues.setdefault(context, asyncio.Lock()):
-        running = asyncio.ensure_future(
-            place.backend.run_code(place.sandbox, body.code, context, env=body.env_vars or None)
-        )
-        try:
-            result = await asyncio.shield(running)
-        except asyncio.CancelledError:
-            with suppress(errors.ClocheError):
-                await place.backend.interrupt_context(place.sandbox, context)
-                await running
-            raise
-    for item in _told(result):
-        yield item
+    events = place.backend.run_code_stream(place.sandbox, body.code, context, env=body.env_vars or None)
+    try:
+        async for event in events:
+            told = _told(event)
+            if told is not None:
+                yield told
+    finally:
+        close = getattr(events, "aclose", None)
+        if close is not None:
+            await close()
 
 
-def _told(result: model.CodeResult) -> list[dict[str, Any]]:
-    now = time.time_ns()
-    told: list[dict[str, Any]] = [{"type": "number_of_executions", "execution_count": result.execution_count}]
-    for stream in ("stdout", "stderr"):
-        text = getattr(result, stream)
-        if text:
-            told.append({"type": stream, "text": text, "timestamp": now})
-    told += [_result(found) for found in result.results]
-    if result.error is not None:
-        told.append({"type": "error", **msgspec.to_builtins(result.error)})
-    told.append({"type": "end_of_execution"})
-    return told
+def _told(event: model.CodeEvent) -> dict[str, Any] | None:
+    match event:
+        case model.CodeBegan():
+            return {"type": "number_of_executions", "execution_count": event.execution_count}
+        case model.CodeOutput():
+            return {"type": event.stream, "text": event.text, "timestamp": time.time_ns()}
+        case model.CodeShown():
+            return _result(event.result)
+        case model.CodeFailed():
+            return {"type": "error", **msgspec.to_builtins(event.error)}
+        case model.CodeEnded():
+            return {"type": "end_of_execution"}
 
 
 def _result(found: dict[str, Any]) -> dict[str, Any]:
@@ -166,5 +162,4 @@ async def restart_context(place: Place, identity: str) -> Response:
 
 async def delete_context(place: Place, identity: str) -> Response:
     await place.backend.delete_context(place.sandbox, (await _known(place, identity)).id)
-    place.held.queues.pop(identity, None)
     return Response(status_code=204)

@@ -18,11 +18,12 @@ from typing import Any, Literal, NamedTuple
 from starlette.requests import Request
 
 from cloche import errors, interfaces, settings
-from cloche.compat.e2b import faults
+from cloche.compat.e2b import faults, network
 
 Kind = Literal["access", "traffic"]
 _MOST_EVENTS = 10_000
 _MOST_WORDS = 10_000
+_MOST_SAMPLES = 1000
 _WORDS_S = 24 * 3600.0
 
 
@@ -60,7 +61,12 @@ class Held:
         self.contexts: dict[str, str] = {}
         """Language → the context that code without one runs in."""
         self.queues: dict[str, asyncio.Lock] = {}
-        """Context → who runs in it; the others wait."""
+        """Language → who makes its context; the others wait."""
+        self.timeout_s = 300.0
+        """How long it was last given to live, for when traffic wakes it."""
+        self.network: network.Config | None = None
+        """Its network as a client said it."""
+        self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
         self.usage: tuple[float, float] | None = None
         """When the processor time was last told, and how much it was (ms)."""
 
