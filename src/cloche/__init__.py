@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ServerUnavailable,
     )
     from cloche.model import (
+        AccessToken,
         CodeBegan,
         CodeEnded,
         CodeError,
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessToken",
     "AsyncContext",
     "AsyncForward",
     "AsyncImage",
@@ -164,7 +166,7 @@ _HOMES = {
         "NotSupported PolicyRefused SandboxError SandboxLost ServerUnavailable"
     ),
     "cloche.model": (
-        "CodeBegan CodeEnded CodeError CodeEvent CodeFailed CodeOutput CodeResult CodeShown ContextInfo Denial Denied "
+        "AccessToken CodeBegan CodeEnded CodeError CodeEvent CodeFailed CodeOutput CodeResult CodeShown ContextInfo Denial Denied "
         "ExecResult ExecutionInfo Exited FileEvent "
         "FileInfo ImageInfo ImageProgress Isolation Limit Output PortInfo SandboxInfo SandboxUsage StreamEvent Truncated"
     ),

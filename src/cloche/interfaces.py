@@ -725,6 +725,12 @@ class Backend(ABC):
         """An address that reaches the port without a key until it expires; where there is a server to serve it."""
 
     @abstractmethod
+    async def create_token(
+        self, sandbox: str, scopes: builtins.list[str], ttl_s: float = 900
+    ) -> model.AccessToken:
+        """A token for this sandbox alone; where there is a server to show it to."""
+
+    @abstractmethod
     async def read_file(self, sandbox: str, path: str, user: str = "user") -> bytes: ...
 
     @abstractmethod

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -600,6 +601,38 @@ class PortInfo(Noun, frozen=True, kw_only=True):
     port: int
     address: str
     """What it listens on: `0.0.0.0` and `::` are everywhere, and a loopback address is no hindrance."""
+
+
+TokenScope = Literal["sandboxes", "exec", "files", "ports", "events"]
+"""What a token for one sandbox may be good for."""
+TOKEN_SCOPES: tuple[TokenScope, ...] = get_args(TokenScope)
+MOST_TOKEN_S = 7 * 86_400
+
+
+class AccessToken(Noun, frozen=True, kw_only=True):
+    """A token for one sandbox. Who has it may do in it what its scopes say, until it expires or the sandbox ends."""
+
+    token: str
+    sandbox: str
+    scopes: tuple[str, ...]
+    expires_at: float
+
+
+def check_token(scopes: Sequence[str], ttl_s: float) -> None:
+    for scope in scopes:
+        if scope not in TOKEN_SCOPES:
+            raise errors.error(
+                "argument_invalid",
+                f"{scope!r} is not a scope of a sandbox's token",
+                hint=errors.nearest(scope, TOKEN_SCOPES),
+                field="scopes",
+            )
+    if not scopes:
+        raise errors.error("argument_invalid", "a token needs at least one scope", field="scopes")
+    if not 1 <= ttl_s <= MOST_TOKEN_S:
+        raise errors.error(
+            "limit_invalid", f"ttl_s is {ttl_s:g}; it must be 1 to {MOST_TOKEN_S}", field="ttl_s"
+        )
 
 
 class LinkInfo(Noun, frozen=True, kw_only=True):

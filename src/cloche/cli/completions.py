@@ -18,6 +18,7 @@ _TAKES_ID = (
     "suspend",
     "resume",
     "usage",
+    "token",
     "events",
     "diff",
     "apply",

@@ -53,6 +53,7 @@ VERBS: dict[str, Verb] = {
     "serve": Verb("serving", "serve HTTP and the local socket until stopped"),
     "mcp": Verb("mcp", "the tools for a coding agent, on standard input and output"),
     "install": Verb("installing", "put the tools into a coding agent's configuration"),
+    "token": Verb("sandboxes", "a token for one sandbox, for whoever should work in it"),
     "key": Verb("keys", "the keys of the server: create, list, rotate, revoke"),
     "secret": Verb("secrets", "credentials that sandboxes use and never see"),
     "policy": Verb("policies", "what a sandbox may touch, and which rule says so"),

@@ -1,4 +1,4 @@
-"""`create`, `list`, `info`, `delete`, `extend`, `suspend`, `resume`, `usage`, `diff`, `apply`: sandboxes that stay."""
+"""`create`, `list`, `info`, `delete`, `extend`, `suspend`, `resume`, `usage`, `token`, `diff`, `apply`: sandboxes that stay."""
 
 import argparse
 from typing import Any
@@ -44,6 +44,17 @@ def flags(parser: argparse.ArgumentParser, verb: str) -> None:
             metavar="MODE",
             default="pause",
             help="pause (default; memory stays), archive (files only) or hibernate",
+        )
+    if verb == "token":
+        parser.add_argument(
+            "--scope",
+            metavar="SCOPE",
+            action="append",
+            default=[],
+            help="what it is good for: sandboxes, exec, files, ports, events (exec and files)",
+        )
+        parser.add_argument(
+            "--ttl", metavar="SECONDS", type=float, default=900, help="how long it is good for (900)"
         )
     if verb == "extend":
         parser.add_argument("timeout", metavar="S", help="seconds from now, or `none` for no end")
@@ -212,6 +223,17 @@ def _suspend(server: client.Client, chosen: argparse.Namespace) -> int:
 def _resume(server: client.Client, chosen: argparse.Namespace) -> int:
     info = server.call("resume", sandbox=chosen.sandbox)
     _tell(chosen, info, info["phase"])
+    return 0
+
+
+def _token(server: client.Client, chosen: argparse.Namespace) -> int:
+    scopes = chosen.scope or ["exec", "files"]
+    made = server.call("create_token", sandbox=chosen.sandbox, scopes=scopes, ttl_s=chosen.ttl)
+    if chosen.json:
+        output.as_json(made)
+        return 0
+    print(made["token"])
+    talk.say("whoever has it may use it; it ends with its time, the sandbox, or the key that made it")
     return 0
 
 

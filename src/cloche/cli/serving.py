@@ -18,7 +18,7 @@ from cloche.cli import keeper as process
 from cloche.cli import talk
 from cloche.drivers import spawning
 from cloche.mcp.http import HttpFace
-from cloche.server import keeper, keys
+from cloche.server import keeper, keys, tokens
 
 DEFAULT_KEY = "default"
 
@@ -74,11 +74,15 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     engine = wiring.make_engine(os.environ, where=url, warm=True, config=config)
+    access = tokens.AccessTokens(config.home, known)
+    engine.make_token = access.issue
     await process.host(engine, config)
     kept = keeper.Keeper(engine, engine, idle_exit_s=None, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(process.Complaints())
     tools = HttpFace(config)
-    app = serving.make_app(engine, known, config, faces={"/mcp": tools}, around=[e2b.Face], watch=watch)
+    app = serving.make_app(
+        engine, known, config, faces={"/mcp": tools}, around=[e2b.Face], watch=watch, access=access
+    )
     http = asyncio.ensure_future(serving.serve(app, listener, config, watch))
     http.add_done_callback(lambda _: kept.leave())
     frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http, tools)))

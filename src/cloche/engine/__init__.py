@@ -125,6 +125,7 @@ class Engine(interfaces.Backend):
         self._forge = asyncio.Semaphore(_MOST_AHEAD)
         self._stocked: stocking.Stock | None = None
         self.make_link: Callable[[str, int, float], model.LinkInfo] | None = None
+        self.make_token: Callable[[str, str, tuple[str, ...], float, str], model.AccessToken] | None = None
         """Makes preview links (sandbox, port, seconds); whoever serves them sets it."""
         self._background: set[asyncio.Task[Any]] = set()
         self._swept = False
@@ -1231,6 +1232,21 @@ class Engine(interfaces.Backend):
         made = self.make_link(found.id, port, ttl_s)
         self.record(self.administered("link_made", f"{found.id}:{port}", f"for {ttl_s:g} s"))
         return made
+
+    async def create_token(
+        self, sandbox: str, scopes: builtins.list[str], ttl_s: float = 900
+    ) -> model.AccessToken:
+        model.check_token(scopes, ttl_s)
+        found = self._find(sandbox)
+        if self.make_token is None:
+            raise errors.error(
+                "server_unavailable",
+                "tokens are for callers of `cloche serve`, and this is none",
+                hint="start one, and create the sandbox there",
+            )
+        wanted = tuple(dict.fromkeys(scopes))
+        self.record(self.administered("token_made", found.id, f"{' '.join(wanted)}; for {ttl_s:g} s"))
+        return self.make_token(found.id, found.spec.tenant, wanted, ttl_s, self._actor)
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────
 

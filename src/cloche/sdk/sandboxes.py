@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
@@ -707,10 +707,10 @@ class AsyncSandbox(Handle):
         return await cls(**options)._open()
 
     @classmethod
-    async def get(cls, sandbox: str, *, server: str | None = None) -> AsyncSandbox:
-        """A handle of a sandbox that exists, by id or name."""
+    async def get(cls, sandbox: str, *, server: str | None = None, key: str | None = None) -> AsyncSandbox:
+        """A handle of a sandbox that exists, by id or name. `key` stands for `CLOCHE_API_KEY`; a token of the sandbox is one too."""
         home = portal.get()
-        backend, info = await portal.bridge(_find(sandbox, server, home), home)
+        backend, info = await portal.bridge(_find(sandbox, server, home, key), home)
         handle = cls.__new__(cls)
         handle._adopt(backend, home, info.id)
         return handle
@@ -941,6 +941,16 @@ class AsyncSandbox(Handle):
         """What it is and how it is held: isolation, limits, warnings, when it ends. To look is not to use."""
         return await self._do(self._backend.info(self._id))
 
+    async def token(
+        self, *, scopes: Sequence[model.TokenScope] = ("exec", "files"), ttl_s: float = 900
+    ) -> model.AccessToken:
+        """A token for this sandbox alone, on a server: `Sandbox.get(id, server=…, key=token)` for whoever should work in it.
+
+        It is good for what `scopes` say (`sandboxes`, `exec`, `files`, `ports`, `events`), never for more than your own key, until `ttl_s` seconds are over
+        or the sandbox ends. It makes no tokens, and neither lists nor creates sandboxes.
+        """
+        return await self._do(self._backend.create_token(self._id, list(scopes), ttl_s))
+
     async def usage(self) -> model.SandboxUsage:
         """What it costs now, and has cost."""
         return await self._do(self._backend.usage(self._id))
@@ -1029,9 +1039,9 @@ async def _create(
 
 
 async def _find(
-    sandbox: str, server: str | None, home: portal.Portal
+    sandbox: str, server: str | None, home: portal.Portal, key: str | None = None
 ) -> tuple[interfaces.Backend, model.SandboxInfo]:
-    backend = await connecting.connect(server, home)
+    backend = await connecting.connect(server, home, key)
     return backend, await backend.info(sandbox)
 
 

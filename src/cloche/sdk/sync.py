@@ -7,7 +7,7 @@ used from any thread, and inside a running event loop (a notebook), which they b
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from cloche import model
@@ -543,9 +543,9 @@ class Sandbox(Handle):
         self._adopt(twin)
 
     @classmethod
-    def get(cls, sandbox: str, *, server: str | None = None) -> Sandbox:
-        """A handle of a sandbox that exists, by id or name."""
-        return cls._of(portal.run(sandboxes.AsyncSandbox.get(sandbox, server=server)))
+    def get(cls, sandbox: str, *, server: str | None = None, key: str | None = None) -> Sandbox:
+        """A handle of a sandbox that exists, by id or name. `key` stands for `CLOCHE_API_KEY`; a token of the sandbox is one too."""
+        return cls._of(portal.run(sandboxes.AsyncSandbox.get(sandbox, server=server, key=key)))
 
     @property
     def claim(self) -> stock.ClaimInfo | None:
@@ -728,6 +728,16 @@ class Sandbox(Handle):
     def info(self) -> model.SandboxInfo:
         """What it is and how it is held: isolation, limits, warnings, when it ends. To look is not to use."""
         return portal.run(self._async.info(), self._home)
+
+    def token(
+        self, *, scopes: Sequence[model.TokenScope] = ("exec", "files"), ttl_s: float = 900
+    ) -> model.AccessToken:
+        """A token for this sandbox alone, on a server: `Sandbox.get(id, server=…, key=token)` for whoever should work in it.
+
+        It is good for what `scopes` say (`sandboxes`, `exec`, `files`, `ports`, `events`), never for more than your own key, until `ttl_s` seconds are over
+        or the sandbox ends. It makes no tokens, and neither lists nor creates sandboxes.
+        """
+        return portal.run(self._async.token(scopes=scopes, ttl_s=ttl_s), self._home)
 
     def usage(self) -> model.SandboxUsage:
         """What it costs now, and has cost."""

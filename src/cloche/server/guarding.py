@@ -21,7 +21,7 @@ T = TypeVar("T")
 SCOPES: dict[str, str] = dict(
     pair
     for scope, methods in {
-        "sandboxes": "create info list delete extend suspend resume usage get_policy update_policy follow_asks answer_ask snapshot restore fork "
+        "sandboxes": "create info list delete extend suspend resume usage create_token get_policy update_policy follow_asks answer_ask snapshot restore fork "
         "snapshots snapshot_info delete_snapshot diff_snapshots",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code run_code_stream "
         "interrupt_context restart_context delete_context fork_context",
@@ -39,6 +39,14 @@ SCOPES: dict[str, str] = dict(
 _OPERATORS = frozenset(method for method, scope in SCOPES.items() if scope in ("admin", "pools", "volumes"))
 """What concerns the whole machine, and no tenant: a pool's members are nobody's until they are claimed."""
 
+BY_TOKEN = frozenset(
+    {method for method, scope in SCOPES.items() if scope in ("exec", "files", "ports", "events")}
+    - {"link", "apply", "diff", "workspace_report"}
+    | {"info", "extend", "delete", "suspend", "resume", "usage", "get_policy"}
+)
+"""What a token for one sandbox may do in it, given the scope. It makes nothing that outlives it (tokens, links, snapshots, forks), changes nothing
+that limits the sandbox, and takes nothing out into the host's workspace. `info` needs no scope: who holds it may know what it is for."""
+
 
 class Principal(NamedTuple):
     """Who calls, as the rest of the house knows it."""
@@ -51,6 +59,10 @@ class Principal(NamedTuple):
     """Whether paths of the server's host mean anything from this caller."""
     expires_at: float | None = None
     """When it is nobody any more."""
+    sandbox: str | None = None
+    """The one that there is, for this caller."""
+    payer: str = ""
+    """Whose rate it takes from, if not its own."""
 
     @property
     def actor(self) -> str:
@@ -65,8 +77,8 @@ class Principal(NamedTuple):
         if not self.may(scope):
             raise errors.error(
                 "scope_missing",
-                f"the key {self.name!r} lacks the scope {scope!r}",
-                hint=f"`cloche key create NAME --scope {scope}`",
+                f"{'the key ' if ':' not in self.name else ''}{self.name!r} lacks the scope {scope!r}",
+                hint=f"`cloche key create NAME --scope {scope}`, or a token with it",
                 scope=scope,
             )
 
@@ -125,7 +137,13 @@ class Guarded:
     async def _check(self, name: str, given: dict[str, Any]) -> None:
         """Refuse, or bring the arguments into the shape in which they may pass."""
         caller = self._principal
-        caller.require(SCOPES.get(name, "admin"))
+        if caller.sandbox is not None:
+            await self._check_token(caller.sandbox, name, given)
+        else:
+            caller.require(SCOPES.get(name, "admin"))
+        if name == "create_token":
+            for scope in given["scopes"]:
+                caller.require(scope)
         if "spec" in given:
             self._refuse_host_paths(given["spec"])
         if isinstance(given.get("spec"), model.SandboxSpec):
@@ -146,11 +164,24 @@ class Guarded:
         if named is not None:
             given["sandbox"] = await self._find(named)
 
+    async def _check_token(self, own: str, name: str, given: dict[str, Any]) -> None:
+        """One sandbox, and a few verbs."""
+        named = given.get("sandbox")
+        if name not in BY_TOKEN or named is None:
+            raise errors.error(
+                "scope_missing",
+                f"{name} is not for a token that is for one sandbox",
+                hint="use an API key",
+                scope=SCOPES.get(name, "admin"),
+            )
+        if name != "info":
+            self._principal.require(SCOPES[name])
+        if named != own and (await self._find(named)) != own:
+            raise _missing(named)
+        given["sandbox"] = own
+
     async def _find(self, named: str) -> str:
         tenant = self._principal.tenant
-        missing = errors.error(
-            "sandbox_not_found", f"there is no sandbox {named!r}", hint="`cloche list` shows what is there"
-        )
         for known_as in (named, f"{tenant}/{named}"):
             try:
                 info = await self._backend.info(known_as)
@@ -158,7 +189,7 @@ class Guarded:
                 continue
             if info.tenant == tenant:
                 return info.id
-        raise missing
+        raise _missing(named)
 
     async def _find_snapshot(self, named: str) -> str:
         tenant = self._principal.tenant
@@ -213,6 +244,12 @@ class Guarded:
                 f"the image {image!r} is a path of the server's host, which this caller may not name",
                 "name an image of a registry, or one by its digest",
             )
+
+
+def _missing(named: str) -> errors.ClocheError:
+    return errors.error(
+        "sandbox_not_found", f"there is no sandbox {named!r}", hint="`cloche list` shows what is there"
+    )
 
 
 def _host_path(field: str, message: str, hint: str) -> errors.ClocheError:

@@ -226,6 +226,47 @@ class Keys:
             _replace(self._path, msgspec.json.encode(list(keys.values())))
 
 
+class SigningKey:
+    """A secret of the server's own, `$CLOCHE_HOME/keys/NAME.key`: made at the first use, read again when it changes. Without it nothing that it
+    signed is good."""
+
+    def __init__(self, home: str, name: str) -> None:
+        self._path = os.path.join(home, "keys", f"{name}.key")
+        self._seen: tuple[int, int, int] | None = None
+        self._key: bytes | None = None
+
+    def read(self) -> bytes | None:
+        try:
+            found = os.stat(self._path)
+            stamp = (found.st_mtime_ns, found.st_ino, found.st_size)
+            if stamp != self._seen:
+                with open(self._path, "rb") as file:
+                    self._key = bytes.fromhex(file.read(1024).decode().strip())
+                self._seen = stamp
+        except FileNotFoundError:
+            self._key, self._seen = None, None
+        except ValueError:
+            raise errors.error(
+                "state_corrupt", f"{self._path} is not a key", hint="remove it; what it signed ends by that"
+            ) from None
+        return self._key if self._key and len(self._key) >= 32 else None
+
+    def make(self) -> bytes:
+        """The key, which is made if there is none."""
+        found = self.read()
+        if found is None:
+            directory = os.path.dirname(self._path)
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            with open(os.path.join(directory, "api.lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                found = self.read()
+                if found is None:
+                    _replace(self._path, secrets.token_hex(32).encode() + b"\n")
+                    found = self.read()
+        assert found is not None
+        return found
+
+
 def scopes_of(roles: tuple[str, ...], scopes: tuple[str, ...]) -> tuple[str, ...]:
     """What roles and scopes amount to; an unknown role is an error that names it."""
     every: list[str] = list(scopes)

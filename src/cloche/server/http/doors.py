@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from starlette.datastructures import Headers
 
 from cloche import errors, model
-from cloche.server import jwt, keys
+from cloche.server import jwt, keys, tokens
 from cloche.server.guarding import Principal
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
@@ -33,11 +33,13 @@ class Doors:
         *,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
-        tokens: jwt.Tokens | None = None,
+        foreign: jwt.Tokens | None = None,
+        access: tokens.AccessTokens | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._keys = known
-        self._tokens = tokens
+        self._foreign = foreign
+        self._access = access
         self._now = now
         named = {host.lower() for host in hosts}
         self._hosts = {"localhost", "127.0.0.1", "[::1]"} | {name for name in named if name[:1] != "*"}
@@ -49,8 +51,8 @@ class Doors:
     async def prepare(self, headers: Headers) -> None:
         """What may take a while, before anything is decided."""
         secret = _secret(headers)
-        if self._tokens is not None and jwt.looks_like(secret):
-            await self._tokens.prepare(secret)
+        if self._foreign is not None and jwt.looks_like(secret):
+            await self._foreign.prepare(secret)
 
     def check_name(self, headers: Headers, local: str = "") -> None:
         """`local`: the address that the connection came in on. A page that was loaded from there is ours."""
@@ -90,14 +92,19 @@ class Doors:
                 "this request has no API key",
                 hint="send `Authorization: Bearer cl_…`; `cloche serve` prints where the key is kept",
             )
-        if self._tokens is not None and jwt.looks_like(secret):
-            guest = self._tokens.check(secret)
-            self._guests[guest.name] = guest
-            self._guests.move_to_end(guest.name)
-            while len(self._guests) > _MOST_GUESTS:
-                self._guests.popitem(last=False)
-            return guest
+        if self._foreign is not None and jwt.looks_like(secret):
+            return self._remembered(self._foreign.check(secret))
+        if self._access is not None and secret.startswith(tokens.PREFIX):
+            return self._remembered(self._access.check(secret))
         return _principal(self._keys.check(secret))
+
+    def _remembered(self, guest: Principal) -> Principal:
+        """So that `holder` knows who has no key."""
+        self._guests[guest.name] = guest
+        self._guests.move_to_end(guest.name)
+        while len(self._guests) > _MOST_GUESTS:
+            self._guests.popitem(last=False)
+        return guest
 
     def holder(self, name: str) -> Principal:
         """Who goes by that name now; refused once the key is revoked or over, or the token is."""

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from cloche import errors, interfaces, model, settings
-from cloche.server import jwt, keys
+from cloche.server import jwt, keys, tokens
 from cloche.server.http import answering, connections, doors, frames, meters, openapi
 from cloche.server.http.routes import TABLE
 
@@ -35,6 +35,7 @@ def make_app(
     faces: Mapping[str, ASGIApp] | None = None,
     around: Sequence[Callable[..., ASGIApp]] = (),
     watch: connections.Watch | None = None,
+    access: tokens.AccessTokens | None = None,
 ) -> Starlette:
     """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
     `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest."""
@@ -42,7 +43,8 @@ def make_app(
         known,
         hosts=config.server.hosts,
         origins=config.server.origins,
-        tokens=jwt.Tokens(config.jwt) if config.jwt.enabled else None,
+        foreign=jwt.Tokens(config.jwt) if config.jwt.enabled else None,
+        access=access,
     )
     counted = meters.Meters(watch)
     answers = answering.Answers(backend, entrance, config, observe=counted.observe)

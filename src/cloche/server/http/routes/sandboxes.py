@@ -93,3 +93,21 @@ async def resume_sandbox(call: Call, sandbox: str) -> model.SandboxInfo:
 async def get_usage(call: Call, sandbox: str) -> model.SandboxUsage:
     """What a sandbox costs now, and has cost."""
     return await call.backend.usage(sandbox)
+
+
+class NewToken(wire.Body, frozen=True, kw_only=True):
+    scopes: tuple[model.TokenScope, ...] = ("exec", "files")
+    ttl_s: float = 900
+
+
+@operation(
+    "POST", "/v1/sandboxes/{sandbox}/tokens", scope="sandboxes", status=201,
+    errors="sandbox_not_found limit_invalid",
+)  # fmt: skip
+async def create_token(call: Call, sandbox: str, body: NewToken) -> model.AccessToken:
+    """Make a token for this sandbox alone.
+
+    It opens this sandbox to whoever shows it as a key, for what `scopes` say and never more than the caller may, until it expires or the sandbox ends.
+    It can make no other token, and neither list nor create sandboxes.
+    """
+    return await call.backend.create_token(sandbox, list(body.scopes), body.ttl_s)
