@@ -66,7 +66,56 @@ def test_after_the_end_handles_say_so(python):
 # ── everybody else ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.alone  # it hung once beside others, cause not found: a lock held at the fork would look like this
+def test_a_fork_waits_for_what_our_threads_import(python):
+    """The engine sweeps after its first sandbox, and imports for it: a module's lock that was held at the fork is held for ever in
+    the child."""
+    said = python("""
+        import os, sys, threading, time, warnings, cloche
+        warnings.simplefilter("ignore", DeprecationWarning)
+        begun = threading.Event()
+        class Slow:
+            def find_spec(self, name, path=None, target=None):
+                if name in ("sqlite3", "cloche.engine.snapshots") and threading.current_thread() is not threading.main_thread():
+                    begun.set()
+                    time.sleep(0.5)
+        sys.meta_path.insert(0, Slow())
+        parent = cloche.Sandbox()
+        begun.wait(20)
+        if os.fork() == 0:
+            import cloche.engine.snapshots, sqlite3
+            print("imported", flush=True)
+            os._exit(0)
+        os.wait()
+        print(parent.exec("echo parent").stdout, end="")
+    """).stdout
+    assert said == "imported\nparent\n"
+
+
+def test_forks_of_several_threads_and_of_ours(python):
+    said = python("""
+        import asyncio, os, threading, warnings, cloche
+        from cloche.sdk import portal
+        warnings.simplefilter("ignore", DeprecationWarning)
+        def fork():
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        box = cloche.Sandbox()
+        threads = [threading.Thread(target=fork) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        async def from_a_worker():
+            await asyncio.get_running_loop().run_in_executor(None, fork)
+        async def from_the_loop():
+            fork()
+        portal.run(from_a_worker())
+        portal.run(from_the_loop())
+        print(box.exec("echo parent").stdout, end="")
+    """).stdout
+    assert said == "parent\n"
+
+
 def test_a_forked_child_makes_its_own(python):
     said = python("""
         import os, warnings, cloche
@@ -261,9 +310,26 @@ def test_an_interrupt_cancels_the_call_and_the_sandbox_stays(start_python):
         assert program.stdout.readline() == "again\n"
         program.send_signal(signal.SIGINT)
         assert program.stdout.readline() == "alive\n"
-        rest = program.communicate(timeout=30)[0]
+        rest = program.stdout.read()  # not `communicate`, which knows nothing of what readline has read ahead
     assert rest == "echo waiting; sleep 1000 False\ncat True\necho alive False\n"
     assert program.returncode == 0
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_an_interrupt_before_the_first_step_does_not_wait(handed_over):
+    async def work():
+        raise AssertionError("cancelled before it began")
+
+    home = portal.get()
+    call = portal._Call(work(), home)
+    leave = home.rest()
+    try:
+        if handed_over:
+            home.loop.call_soon_threadsafe(call._start)
+        home.loop.call_soon_threadsafe(call._cancel)
+    finally:
+        leave.set()
+    assert call._done.acquire(timeout=20)
 
 
 def test_a_stream_may_be_forgotten_anywhere(sandbox):

@@ -7,7 +7,9 @@ A call costs one wake-up of the loop and one of the caller. `run` is written for
 `concurrent.futures.Future`, whose condition variable and chained callbacks cost as much again.
 
 A fork copies the memory but not the thread. The child's copy is dropped at once, so that new work gets a new portal,
-and every handle remembers its portal, so that an old one is recognised by its pid: `used_after_fork`.
+and every handle remembers its portal, so that an old one is recognised by its pid: `used_after_fork`. What our threads hold at that
+moment (a module that is being imported, a mutex inside SQLite) would stay held in the child for ever, so they rest while a
+fork happens.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ T = TypeVar("T")
 _END: Any = object()
 _CANCEL_S = 10.0  # how long an interrupted caller waits for its work to unwind
 _CLOSE_S = 10.0
+_REST_S = 5.0  # how long a fork waits for our threads: a child that might hang is better than a parent that does
 
 
 class Portal:
@@ -36,7 +39,8 @@ class Portal:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
-        self.loop.set_default_executor(workers.Workers())
+        self._workers = workers.Workers()
+        self.loop.set_default_executor(self._workers)
         self.backends: dict[str, asyncio.Task[interfaces.Backend]] = {}
         """By address; only the loop's own thread touches it."""
         self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -60,6 +64,10 @@ class Portal:
     def is_here(self) -> bool:
         """Whether this is the portal's own thread, which must never wait for itself."""
         return threading.current_thread() is self._thread
+
+    @property
+    def is_ours(self) -> bool:
+        return self.is_here or self._workers.is_here
 
     def check(self, work: Coroutine[Any, Any, Any]) -> None:
         """Refuse work that nobody would do. It is closed, so that it does not warn of never being awaited."""
@@ -96,6 +104,21 @@ class Portal:
         atexit.unregister(self.close)
 
 
+    def rest(self) -> threading.Event:
+        """Nothing of ours runs until the event is set: the loop waits between two steps, the workers have finished theirs."""
+        arrived, leave = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            arrived.set()
+            leave.wait()
+
+        with suppress(RuntimeError):  # closed since
+            self.loop.call_soon_threadsafe(wait)
+            if arrived.wait(_REST_S):
+                self._workers.rest(_REST_S)
+        return leave
+
+
 _portal: Portal | None = None
 _lock = threading.Lock()
 
@@ -118,13 +141,31 @@ def close() -> None:
         closing.close()
 
 
+_forking = threading.local()
+
+
+def _rest_before_fork() -> None:
+    home = _portal
+    if home is not None and home.pid == os.getpid() and not home.is_ours:
+        _forking.leave = home.rest()
+
+
+def _go_on_after_fork() -> None:
+    leave = _forking.__dict__.pop("leave", None)
+    if leave is not None:
+        leave.set()
+
+
 def _forget_after_fork() -> None:
     # Another thread may have held the lock at the fork, and it does not exist in the child to release it.
     global _portal, _lock
     _portal, _lock = None, threading.Lock()
+    _forking.__dict__.clear()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(
+    before=_rest_before_fork, after_in_parent=_go_on_after_fork, after_in_child=_forget_after_fork
+)
 
 
 # ── for synchronous callers ────────────────────────────────────────────────────────────────────────
@@ -175,8 +216,17 @@ class _Call(Generic[T]):
         self._done.acquire(timeout=_CANCEL_S)
 
     def _cancel(self) -> None:
-        if self._task is not None:
+        if self._task is None:
+            self._leave()  # it has ended, or the interrupt came before it was even handed over
+        else:
+            self._task.add_done_callback(self._leave)
             self._task.cancel()
+
+    def _leave(self, _: object = None) -> None:
+        """A task that is cancelled before its first step never enters `_perform`, and would release nobody."""
+        self._work.close()
+        with suppress(RuntimeError):  # it did
+            self._done.release()
 
 
 def run(work: Coroutine[Any, Any, T], home: Portal | None = None) -> T:

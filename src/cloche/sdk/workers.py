@@ -24,7 +24,8 @@ class Workers(ThreadPoolExecutor):
     def __init__(self) -> None:
         super().__init__(max_workers=1)
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._hired: set[threading.Thread] = set()
         self._count = 0
         self._free = 0
         self._hire()
@@ -52,7 +53,9 @@ class Workers(ThreadPoolExecutor):
 
     def _hire(self) -> None:
         try:
-            threading.Thread(target=self._work, name="cloche worker", daemon=True).start()
+            thread = threading.Thread(target=self._work, name="cloche worker", daemon=True)
+            self._hired.add(thread)
+            thread.start()
         except RuntimeError:
             return  # the process is ending: those that are there must do
         with self._lock:
@@ -65,6 +68,17 @@ class Workers(ThreadPoolExecutor):
             del perform  # or it would keep its result alive until the next one
             with self._lock:
                 self._free += 1
+                if self._free == self._count:
+                    self._lock.notify_all()
+
+    @property
+    def is_here(self) -> bool:
+        return threading.current_thread() in self._hired
+
+    def rest(self, seconds: float) -> None:
+        """Wait until nothing is under way, at most so long. Nobody submits meanwhile, or there is no end to it."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._free >= self._count, seconds)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         for _ in range(self._count):
