@@ -361,7 +361,6 @@ def test_permissive_has_no_open_network_by_default(connect: Connect) -> None:
     run(main)
 
 
-@pytest.mark.alone  # beside others the tools were not on the keeper, cause not found
 def test_other_sandboxes_are_out_of_reach(connect: Connect, until: Callable[..., None]) -> None:
     """A keeper has sandboxes of its user's; a model that knows an id does not get in."""
     socket_path = os.path.join(os.environ["CLOCHE_HOME"], "cloche.sock")

@@ -155,6 +155,8 @@ def test_a_stale_socket_is_passed_over_unless_it_was_named(monkeypatch):
         assert code_of(lambda: cloche.Sandbox(server=f"unix:{home}/cloche.sock")) == "server_unavailable"
         with cloche.Sandbox() as box:
             assert box.info().server == "in process"
+            # Not even the engine that is in this process by now stands in for it.
+            assert code_of(lambda: cloche.Sandbox(server=f"unix:{home}/cloche.sock")) == "server_unavailable"
         portal.close()
 
 

@@ -23,7 +23,9 @@ async def connect(server: str | None, home: portal.Portal, api_key: str | None =
     if api_key is not None:
         config = msgspec.structs.replace(config, api_key=api_key)
     address = server or config.url
-    key = address or f"unix:{config.socket_path}"
+    # Not the socket's address: what was found for nobody in particular may be an engine in this process, and never stands in
+    # for a server that was named.
+    key = address or f"found by {config.socket_path}"
     if api_key is not None:
         import hashlib
 
