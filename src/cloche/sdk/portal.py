@@ -30,7 +30,9 @@ T = TypeVar("T")
 _END: Any = object()
 _CANCEL_S = 10.0  # how long an interrupted caller waits for its work to unwind
 _CLOSE_S = 10.0
-_REST_S = 5.0  # how long a fork waits for our threads: a child that might hang is better than a parent that does
+_REST_S = (
+    5.0  # how long a fork waits for our threads: a child that might hang is better than a parent that does
+)
 
 
 class Portal:
@@ -102,7 +104,6 @@ class Portal:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=2)
         atexit.unregister(self.close)
-
 
     def rest(self) -> threading.Event:
         """Nothing of ours runs until the event is set: the loop waits between two steps, the workers have finished theirs."""
