@@ -91,6 +91,7 @@ TABLE: dict[str, Face] = {
     "image_too_large": _LARGE,
     "file_too_large": _LARGE,
     "body_too_large": _LARGE,
+    "body_type_refused": Face(415, 125, -32602, "UnsupportedMediaType"),
     "head_too_large": Face(431, 125, -32602, "RequestHeaderFieldsTooLarge"),
     "url_too_long": Face(414, 125, -32602, "RequestUriTooLong"),
     "request_too_slow": Face(408, 125, -32603, "Timeout", retryable=True),
@@ -136,7 +137,7 @@ TABLE: dict[str, Face] = {
     "secret_not_found": _MISSING,
     # conflicts
     "name_conflict": _CLASH,
-    "version_conflict": _CLASH,
+    "version_conflict": Face(412, 125, -32602, "Conflict"),
     "template_in_use": _CLASH,
     "sandbox_claimed": _CLASH,
     "volume_in_use": _CLASH,

@@ -600,12 +600,14 @@ class Secrets(ABC):
     def list(self) -> builtins.list[model.SecretInfo]: ...
 
     @abstractmethod
-    def set(self, secret: model.Secret, value: bytes) -> tuple[model.SecretInfo, bool]:
-        """Store it, and whether it replaced one of that name; raises `secret_invalid`."""
+    def set(
+        self, secret: model.Secret, value: bytes, if_version: str | None = None
+    ) -> tuple[model.SecretInfo, bool]:
+        """Store it, and whether it replaced one of that name; raises `secret_invalid`, `version_conflict`."""
 
     @abstractmethod
-    def remove(self, name: str) -> model.SecretInfo:
-        """Raises `secret_not_found`."""
+    def remove(self, name: str, if_version: str | None = None) -> model.SecretInfo:
+        """Raises `secret_not_found`, `version_conflict`."""
 
     @abstractmethod
     def rotate_key(self) -> int:
@@ -666,8 +668,24 @@ class Backend(ABC):
         """The rules that hold for a sandbox now."""
 
     @abstractmethod
-    async def update_policy(self, sandbox: str, change: dict[str, Any]) -> policy.Merged:
-        """Replace fields of the group `network` of a live sandbox; the rules that hold when this returns."""
+    async def update_policy(
+        self, sandbox: str, change: dict[str, Any], if_version: str | None = None
+    ) -> policy.Merged:
+        """Replace fields of the group `network` of a live sandbox; the rules that hold when this returns. With `if_version`,
+        only if `policy.version` of those that held is that: else `version_conflict`."""
+
+    @abstractmethod
+    async def check_policy(self, spec: model.SandboxSpec) -> policy.Merged:
+        """The rules that a sandbox of this spec would have, files and ceilings of the engine's owner included; or what is
+        wrong with them."""
+
+    @abstractmethod
+    async def explain_policy(
+        self, kind: Literal["host", "path", "env", "secret"], target: str, sandbox: str | None = None,
+        spec: model.SandboxSpec | None = None, write: bool = False, method: str | None = None, path: str | None = None,
+    ) -> policy.explaining.Explanation:  # fmt: skip
+        """Which rule decides about something, and where it stands: for a sandbox, or for one of this spec. `write` is about
+        paths; `method` and `path` about plain HTTP to a host."""
 
     @abstractmethod
     def follow_asks(self, sandbox: str) -> AsyncIterator[model.Question]:
@@ -948,15 +966,31 @@ class Backend(ABC):
         """The stored secrets, without their values."""
 
     @abstractmethod
-    async def set_secret(self, secret: model.Secret, value: bytes) -> model.SecretInfo:
-        """Store a secret, or replace the one of that name. Sandboxes that run keep what they were given."""
+    async def set_secret(
+        self, secret: model.Secret, value: bytes, if_version: str | None = None
+    ) -> model.SecretInfo:
+        """Store a secret, or replace the one of that name (with `if_version`, only that version of it). Sandboxes that run
+        keep what they were given."""
 
     @abstractmethod
-    async def remove_secret(self, name: str) -> None: ...
+    async def remove_secret(self, name: str, if_version: str | None = None) -> None: ...
 
     @abstractmethod
     async def rotate_secrets_key(self) -> int:
         """Seal all values with a new key; how many."""
+
+    @abstractmethod
+    async def audit_lines(
+        self, since: float | None = None, until: float | None = None, sandbox: str | None = None,
+        kinds: builtins.list[str] | None = None, actor: str | None = None, outcome: str | None = None,
+        after: tuple[float, str, int] | None = None, limit: int = 1000,
+    ) -> builtins.list[dict[str, Any]]:  # fmt: skip
+        """The audit log's lines, of all writers, by (time, segment, seq); those after that place. Bookkeeping only where
+        `kinds` names it."""
+
+    @abstractmethod
+    async def verify_audit(self, head: str | None = None) -> dict[str, Any]:
+        """Whether the audit log is as it was written, and holds a head that was seen before."""
 
     @abstractmethod
     async def sweep(self) -> builtins.list[str]:
@@ -1091,6 +1125,17 @@ class Audit(ABC):
     @abstractmethod
     def problem(self) -> str | None:
         """Why the log cannot be written now, in a sentence."""
+
+    @abstractmethod
+    def read(
+        self, *, since: float | None, until: float | None, sandbox: str | None, kinds: Sequence[str], actor: str | None,
+        outcome: str | None, after: tuple[float, str, int] | None, limit: int,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """See `Backend.audit_lines`. Blocks."""
+
+    @abstractmethod
+    def verify(self, head: str | None) -> dict[str, Any]:
+        """See `Backend.verify_audit`. Blocks."""
 
     @abstractmethod
     def recover(self) -> list[str]:

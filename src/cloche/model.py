@@ -489,6 +489,11 @@ class SecretInfo(Secret, frozen=True, kw_only=True):
     created_at: float
     updated_at: float
 
+    @property
+    def version(self) -> str:
+        """Another one after every change."""
+        return f"{self.updated_at:.6f}"
+
 
 Answer = Literal["once", "sandbox", "always", "deny"]
 

@@ -41,6 +41,7 @@ def methods() -> dict[str, Method]:
 
 def _describe(name: str, function: Any) -> Method:
     from cloche import stock  # named by methods that a one-shot command does not call
+    from cloche.policy import explaining  # noqa: F401 - likewise; as an attribute of `policy`
 
     hints = typing.get_type_hints(function, {**vars(interfaces), "stock": stock})
     result = hints.pop("return")

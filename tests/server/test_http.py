@@ -373,8 +373,11 @@ def test_events_can_be_paged_and_followed(http, box):
     http.post(f"/v1/sandboxes/{box}/exec", json={"command": "true"})
     page = http.get("/v1/events", params={"sandbox": box, "limit": 1}).json()
     assert page["events"][0]["kind"] == "created"
+    after = http.get("/v1/events", params={"sandbox": box, "cursor": page["next_cursor"]}).json()["events"]
+    assert after[0]["kind"] == "started"
+    last = str(page["events"][0]["seq"])
     with http.stream(
-        "GET", "/v1/events/stream", params={"sandbox": box}, headers={"Last-Event-ID": page["next_cursor"]}
+        "GET", "/v1/events/stream", params={"sandbox": box}, headers={"Last-Event-ID": last}
     ) as response:
         kind, data, id_ = next(events(response))
     assert (kind, data["sandbox"], id_) == ("started", box, str(data["seq"]))

@@ -104,7 +104,7 @@ def test_a_secret_is_stored_and_not_shown(http):
         "secret": {"name": "token", "hosts": ["api.example.org"], "env": "TOKEN"},
         "value": "s3cr3t-value-of-it",
     }
-    assert http.put("/v1/secrets", json=body).status_code == 200
+    assert http.put("/v1/secrets/token", json=body).status_code == 200
     listed = http.get("/v1/secrets")
     assert [secret["name"] for secret in listed.json()["secrets"]] == ["token"]
     assert "s3cr3t" not in listed.text

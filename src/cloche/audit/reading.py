@@ -55,6 +55,18 @@ def read(directory: str, wanted: Wanted) -> Iterator[dict[str, Any]]:
             yield line
 
 
+def page(
+    directory: str, wanted: Wanted, after: tuple[float, str, int] | None, limit: int
+) -> list[dict[str, Any]]:
+    """So many of them after a place, by (time, segment, seq)."""
+    later = (line for line in read(directory, wanted) if after is None or place(line) > after)
+    return heapq.nsmallest(limit, later, key=place)
+
+
+def place(line: dict[str, Any]) -> tuple[float, str, int]:
+    return _time(line), line["segment"], line["seq"] if isinstance(line["seq"], int) else 0
+
+
 def _lines(name: str, path: str) -> Iterator[dict[str, Any]]:
     if not os.path.exists(path):  # finished meanwhile, and named so
         path = path.removesuffix(writing.OPEN) + writing.DONE

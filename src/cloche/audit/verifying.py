@@ -51,6 +51,10 @@ class Report(NamedTuple):
     def damaged(self) -> bool:
         return any(finding.damage for finding in self.findings)
 
+    def to_builtins(self) -> dict[str, Any]:
+        findings = [{**found._asdict(), "damage": found.damage} for found in self.findings]
+        return {**self._asdict(), "damaged": self.damaged, "findings": findings}
+
 
 class _Chain(NamedTuple):
     """A file as far as it is sound."""

@@ -19,8 +19,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from cloche import errors, events, interfaces, settings
 from cloche.audit import keys, lines, manifest, masking
@@ -311,6 +311,24 @@ class Log(interfaces.Audit):
             segment.leave()
         else:
             self._end(segment)
+
+    def read(
+        self, *, since: float | None, until: float | None, sandbox: str | None, kinds: Sequence[str], actor: str | None,
+        outcome: str | None, after: tuple[float, str, int] | None, limit: int,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        from cloche.audit import reading  # which reads what this writes
+
+        wanted = reading.Wanted(
+            max(since or 0.0, after[0]) if after else since, until, sandbox, tuple(kinds), actor, outcome
+        )
+        return reading.page(self._directory, wanted, after, limit)
+
+    def verify(self, head: str | None) -> dict[str, Any]:
+        from cloche.audit import verifying
+
+        public = os.path.join(self._keys, keys.PUBLIC)
+        verifier = keys.verifier(public) if os.path.exists(public) else None
+        return verifying.verify(self._directory, verifier, head).to_builtins()
 
     def recover(self) -> list[str]:
         """Sign what dead writers left, remove what is too old; the names of both."""

@@ -182,13 +182,7 @@ def _verify(home: str, directory: str, chosen: argparse.Namespace) -> int:
     verifier = keys.verifier(public) if chosen.key or os.path.exists(public) else None
     report = verifying.verify(directory, verifier, chosen.head)
     if chosen.json:
-        output.as_json(
-            {
-                **report._asdict(),
-                "damaged": report.damaged,
-                "findings": [{**f._asdict(), "damage": f.damage} for f in report.findings],
-            }
-        )
+        output.as_json(report.to_builtins())
     else:
         _tell(report)
     return 1 if report.damaged or (chosen.strict and report.findings) else 0

@@ -98,17 +98,9 @@ class Asker:
     def _host(
         self, merged: policy.Merged, target: str, *, method: str | None = None, path: str | None = None
     ) -> Any:
-        from cloche.policy import explaining, names, rules
+        from cloche.policy import explaining
 
-        try:
-            host, port = names.split_authority(target, 443)
-        except names.BadHost:
-            host, port = target, 443  # `decide` says what is wrong with it
-        plain = method is not None or path is not None
-        protocol: rules.Protocol = "http" if plain else "tls" if port == 443 else "tcp"
-        asked = rules.Request(
-            host, port, protocol, (method or "GET") if plain else None, path or ("/" if plain else None)
-        )
+        asked = explaining.request_to(target, method=method, below=path)
         return explaining.host(merged, asked)
 
     def _call(self, merged: policy.Merged, target: str) -> Any:

@@ -507,9 +507,38 @@ class Engine(interfaces.Backend):
     async def get_policy(self, sandbox: str) -> policy.Merged:
         return self._find(sandbox).rules
 
-    async def update_policy(self, sandbox: str, change: dict[str, Any]) -> policy.Merged:
+    async def check_policy(self, spec: model.SandboxSpec) -> policy.Merged:
+        return policy.resolve(await asyncio.to_thread(self._layers, spec))
+
+    async def explain_policy(
+        self, kind: Literal["host", "path", "env", "secret"], target: str, sandbox: str | None = None,
+        spec: model.SandboxSpec | None = None, write: bool = False, method: str | None = None, path: str | None = None,
+    ) -> policy.explaining.Explanation:  # fmt: skip
+        from cloche.policy import explaining
+
+        if (sandbox is None) == (spec is None):
+            raise errors.error("argument_invalid", "a policy is explained for a sandbox or for a spec")
+        layers = self._find(sandbox).layers if sandbox is not None else ()
+        if spec is not None:
+            layers = await asyncio.to_thread(self._layers, spec)
+        question = explaining.question(kind, target, write=write, method=method, below=path)
+        return explaining.explain(layers, question)
+
+    async def update_policy(
+        self, sandbox: str, change: dict[str, Any], if_version: str | None = None
+    ) -> policy.Merged:
         """Bind other network rules to a live sandbox. What is not a rule of the network is settled at creation."""
         found = self._find(sandbox)
+        async with found.rebinding:
+            if if_version is not None and policy.version(found.rules) != if_version:
+                raise errors.error(
+                    "version_conflict",
+                    f"the policy of sandbox {found.id} is not the one that was seen",
+                    hint="look at it again, and change that one",
+                )
+            return await self._update_policy(found, change)
+
+    async def _update_policy(self, found: sandboxes.Sandbox, change: dict[str, Any]) -> policy.Merged:
         fixed = sorted(set(change) - {"network"})
         if fixed:
             raise errors.error(
@@ -915,13 +944,15 @@ class Engine(interfaces.Backend):
     async def secrets(self) -> builtins.list[model.SecretInfo]:
         return await asyncio.to_thread(lambda: self._secrets().list())
 
-    async def set_secret(self, secret: model.Secret, value: bytes) -> model.SecretInfo:
-        info, replaced = await asyncio.to_thread(lambda: self._secrets().set(secret, value))
+    async def set_secret(
+        self, secret: model.Secret, value: bytes, if_version: str | None = None
+    ) -> model.SecretInfo:
+        info, replaced = await asyncio.to_thread(lambda: self._secrets().set(secret, value, if_version))
         self._secret_changed(info, "replaced" if replaced else "created")
         return info
 
-    async def remove_secret(self, name: str) -> None:
-        info = await asyncio.to_thread(lambda: self._secrets().remove(name))
+    async def remove_secret(self, name: str, if_version: str | None = None) -> None:
+        info = await asyncio.to_thread(lambda: self._secrets().remove(name, if_version))
         self._secret_changed(info, "deleted")
 
     async def rotate_secrets_key(self) -> int:
@@ -1538,6 +1569,30 @@ class Engine(interfaces.Backend):
         if self._audit is not None:
             await asyncio.to_thread(self._audit.recover)
         return swept + [info.id for info in lost]
+
+    async def audit_lines(
+        self, since: float | None = None, until: float | None = None, sandbox: str | None = None,
+        kinds: builtins.list[str] | None = None, actor: str | None = None, outcome: str | None = None,
+        after: tuple[float, str, int] | None = None, limit: int = 1000,
+    ) -> builtins.list[dict[str, Any]]:  # fmt: skip
+        log = self._kept_audit()
+        self.settle_audit()
+        return await asyncio.to_thread(
+            log.read, since=since, until=until, sandbox=sandbox, kinds=kinds or (), actor=actor, outcome=outcome,
+            after=after, limit=limit,
+        )  # fmt: skip
+
+    async def verify_audit(self, head: str | None = None) -> dict[str, Any]:
+        return await asyncio.to_thread(self._kept_audit().verify, head)
+
+    def _kept_audit(self) -> interfaces.Audit:
+        if self._audit is None:
+            raise errors.error(
+                "audit_unavailable",
+                "this engine keeps no audit log",
+                hint="set audit.enabled in the settings",
+            )
+        return self._audit
 
     def check_audit(self) -> None:
         """Whether anything may be done that needs a record."""

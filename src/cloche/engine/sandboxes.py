@@ -77,6 +77,7 @@ class Sandbox:
         """Called when a request that needed the sandbox is done."""
         self._asked = False
         self._changing = asyncio.Lock()
+        self.rebinding = asyncio.Lock()  # held by whoever changes its rules
         self.tunnels: set[Tunnel] = set()
         """Connections to ports of the machine; they end with it."""
         self._uses = 0

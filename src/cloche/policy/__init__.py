@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
+
 from cloche import errors, model
 from cloche.policy.layers import (
     Layer,
@@ -98,6 +100,13 @@ def profile(name: str) -> Merged:
 def parse(data: Mapping[str, Any], *, base: Merged | None = None) -> Merged:
     """`base` with the given fields laid over it."""
     return lay(base or Merged(), check(data))
+
+
+def version(rules: Merged) -> str:
+    """Equal rules have equal versions."""
+    import hashlib  # few ask
+
+    return hashlib.sha256(msgspec.json.encode(rules, order="deterministic")).hexdigest()[:16]
 
 
 def tighten(policy: Merged, ceiling: Merged) -> Merged:

@@ -146,3 +146,32 @@ def system_call(merged: nouns.Merged, name: str, explain_call: Callable[[str, st
         field="syscalls.profile",
         reason=words[how],
     )
+
+
+def question(
+    kind: str, target: str, *, write: bool = False, method: str | None = None, below: str | None = None
+) -> Ask:
+    """A question in a caller's words. Paths are judged by their spelling, system calls not at all (see `system_call`)."""
+    if kind == "env":
+        return lambda merged: variable(merged, target)
+    if kind == "secret":
+        return lambda merged: secret(merged, target)
+    if kind == "path":
+        return lambda merged: path(merged, target, write=write)
+    asked = request_to(target, method=method, below=below)
+    return lambda merged: host(merged, asked)
+
+
+def request_to(target: str, *, method: str | None = None, below: str | None = None) -> rules.Request:
+    """What somebody inside wants who names HOST[:PORT], and for plain HTTP a method or the path below it."""
+    from cloche.policy import names, rules
+
+    try:
+        name, port = names.split_authority(target, 443)
+    except names.BadHost:
+        name, port = target, 443  # `decide` says what is wrong with it
+    plain = method is not None or below is not None
+    protocol: rules.Protocol = "http" if plain else "tls" if port == 443 else "tcp"
+    return rules.Request(
+        name, port, protocol, (method or "GET") if plain else None, below or ("/" if plain else None)
+    )

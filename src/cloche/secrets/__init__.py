@@ -69,12 +69,15 @@ class LocalSecrets(interfaces.Secrets):
     def list(self) -> list[model.SecretInfo]:
         return sorted((entry.info for entry in self._vault.read()), key=lambda info: info.name)
 
-    def set(self, secret: model.Secret, value: bytes) -> tuple[model.SecretInfo, bool]:
+    def set(
+        self, secret: model.Secret, value: bytes, if_version: str | None = None
+    ) -> tuple[model.SecretInfo, bool]:
         secret = check(secret)
         check_value(value)
         now = self._clock()
         with self._vault.changing() as entries:
             before = next((entry.info for entry in entries if entry.info.name == secret.name), None)
+            _check_version(secret.name, before, if_version)
             info = model.SecretInfo(
                 **{name: getattr(secret, name) for name in model.Secret.__struct_fields__},
                 created_at=before.created_at if before is not None else now,
@@ -86,11 +89,12 @@ class LocalSecrets(interfaces.Secrets):
             entries.append(self._vault.seal(info, value))
         return info, before is not None
 
-    def remove(self, name: str) -> model.SecretInfo:
+    def remove(self, name: str, if_version: str | None = None) -> model.SecretInfo:
         with self._vault.changing() as entries:
             found = next((entry for entry in entries if entry.info.name == name), None)
             if found is None:
                 raise _not_found(name, entries)
+            _check_version(name, found.info, if_version)
             entries.remove(found)
         return found.info
 
@@ -222,6 +226,15 @@ def check_value(value: bytes) -> None:
 
 def _invalid(message: str, hint: str = "see docs/concepts/secrets.md") -> errors.ClocheError:
     return errors.error("secret_invalid", message, hint=hint)
+
+
+def _check_version(name: str, found: model.SecretInfo | None, wanted: str | None) -> None:
+    if wanted is not None and (found is None or found.version != wanted):
+        raise errors.error(
+            "version_conflict",
+            f"the secret {name!r} is not the one that was seen",
+            hint="look at it again, and change that one",
+        )
 
 
 def _not_found(name: str, entries: Iterable[vault.Entry]) -> errors.ClocheError:

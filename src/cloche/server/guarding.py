@@ -21,7 +21,7 @@ T = TypeVar("T")
 SCOPES: dict[str, str] = dict(
     pair
     for scope, methods in {
-        "sandboxes": "create info list delete extend suspend resume usage create_token get_policy update_policy follow_asks answer_ask snapshot restore fork "
+        "sandboxes": "create info list delete extend suspend resume usage create_token get_policy update_policy check_policy explain_policy follow_asks answer_ask snapshot restore fork "
         "snapshots snapshot_info delete_snapshot diff_snapshots",
         "exec": "exec start attach wait write_stdin resize signal executions create_context contexts run_code run_code_stream "
         "interrupt_context restart_context delete_context fork_context",
@@ -31,12 +31,15 @@ SCOPES: dict[str, str] = dict(
         "upload_tree download_tree diff apply workspace_report",
         "pools": "template templates pool pools wait_pool claim claim_info claims release_claim",
         "events": "events follow_events",
+        "audit": "audit_lines verify_audit",
         "admin": "sweep allow_always put_template delete_template put_pool scale_pool delete_pool secrets set_secret remove_secret rotate_secrets_key images image pull_image build_image remove_image gc_images",
     }.items()
     for pair in ((method, scope) for method in methods.split())
 )
 
-_OPERATORS = frozenset(method for method, scope in SCOPES.items() if scope in ("admin", "pools", "volumes"))
+_OPERATORS = frozenset(
+    method for method, scope in SCOPES.items() if scope in ("admin", "audit", "pools", "volumes")
+)
 """What concerns the whole machine, and no tenant: a pool's members are nobody's until they are claimed."""
 
 BY_TOKEN = frozenset(
@@ -146,6 +149,8 @@ class Guarded:
                 caller.require(scope)
         if "spec" in given:
             self._refuse_host_paths(given["spec"])
+        if name in ("pull_image", "build_image") and not caller.host_paths:
+            _refuse_host_images(given)
         if isinstance(given.get("spec"), model.SandboxSpec):
             given["spec"] = self._own(given["spec"])
         if not caller.tenant:
@@ -250,6 +255,31 @@ def _missing(named: str) -> errors.ClocheError:
     return errors.error(
         "sandbox_not_found", f"there is no sandbox {named!r}", hint="`cloche list` shows what is there"
     )
+
+
+def _refuse_host_images(given: dict[str, Any]) -> None:
+    """What an image is made of comes from a registry, not from the server's host."""
+    recipe = given.get("recipe")
+    base = recipe.get("from") if isinstance(recipe, dict) else None
+    for reference in (given.get("reference"), base):
+        if isinstance(reference, str) and model.names_host_path(reference):
+            raise _host_path(
+                "reference",
+                f"the image {reference!r} is a path of the server's host, which this caller may not name",
+                "name an image of a registry, or one by its digest",
+            )
+    if "recipe" in given and not isinstance(recipe, dict):
+        raise errors.error(
+            "recipe_invalid", "over the network a recipe is data, not text", hint="send it as JSON"
+        )
+    steps = recipe.get("steps") if isinstance(recipe, dict) else None
+    copies = isinstance(steps, list) and any(isinstance(step, dict) and "copy" in step for step in steps)
+    if given.get("directory") or copies:
+        raise _host_path(
+            "directory",
+            "a recipe's copies are of the server's host, which this caller may not name",
+            "build it where the files are, or fetch them in a `run` step",
+        )
 
 
 def _host_path(field: str, message: str, hint: str) -> errors.ClocheError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -27,14 +26,12 @@ from starlette.websockets import WebSocket
 
 from cloche import errors, events, interfaces, model, rpc, settings
 from cloche.server.guarding import Principal, guard
-from cloche.server.http import doors, operations, wire
+from cloche.server.http import doors, operations, reading, remembering, wire
 from cloche.server.refusals import record_refusal
 
 log = logging.getLogger("cloche.http")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEARTBEAT_S = 15.0
-_MOST_REMEMBERED = 10_000
-_REMEMBERED_S = 24 * 3600.0
+_MOST_CALLERS = 10_000
 _PROBE = Principal("-", "", frozenset())
 
 
@@ -73,24 +70,23 @@ class Answers:
         self._config = config
         self._observe = observe
         self._rates = _Rates(config.server.requests_per_s, clock)
-        self._remembered = _Remembered(clock)
+        self._remembered = remembering.Remembered(clock)
 
     def routes(self, table: operations.Table) -> list[Route]:
-        return [
-            Route(
-                made.path,
-                self._endpoint(made),
-                methods=[made.method],
-                name=made.name,
-                include_in_schema=False,
-            )
-            for made in table.operations.values()
-        ]
+        return [self._route(made) for made in table.operations.values()]
+
+    def _route(self, made: operations.Operation) -> Route:
+        route = Route(
+            made.path, self._endpoint(made), methods=[made.method], name=made.name, include_in_schema=False
+        )
+        if made.streams and route.methods is not None:
+            route.methods.discard("HEAD")  # there is no asking for a stream without its events
+        return route
 
     def _endpoint(self, operation: operations.Operation) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             began = time.perf_counter()
-            request_id = _request_id(request.headers)
+            request_id = reading.request_id(request.headers)
             caller = "-"
             principal, backend = _PROBE, self._backend
             try:
@@ -143,13 +139,13 @@ class Answers:
                 self._rates.take(principal.payer or principal.name)
             except errors.ClocheError as problem:
                 self._turned_down(name, principal, problem)
-                await failure(problem, _request_id(request.headers))(scope, receive, observed)
+                await failure(problem, reading.request_id(request.headers))(scope, receive, observed)
             else:
                 scope["cloche"] = guard(self._backend, principal)
                 try:
                     await face(scope, receive, observed)
                 except Exception:
-                    request_id = _request_id(request.headers)
+                    request_id = reading.request_id(request.headers)
                     log.exception("request %s of %s failed", request_id, name)
                     if not status:
                         words = f"something of ours failed; the log has request {request_id}"
@@ -226,7 +222,7 @@ class Answers:
                 self._turned_down(
                     f"{scope.get('method', 'WEBSOCKET')} {scope['path'][:100]}", _PROBE, problem
                 )
-                response = failure(problem, request_id := _request_id(headers))
+                response = failure(problem, request_id := reading.request_id(headers))
                 response.headers["X-Request-ID"] = request_id
                 if scope["type"] == "http":
                     return await response(scope, receive, send)
@@ -242,25 +238,32 @@ class Answers:
         record_refusal(self._backend, operation, None, problem)
 
     async def _answer(self, operation: operations.Operation, call: Call) -> Response:
-        arguments = _places(operation, call)
-        query = _query(operation, call.request)
-        body = await self._body(operation, call.request)
+        headers, limits = call.request.headers, self._config.server
+        arguments = reading.places(operation, call.request)
+        query = reading.query(operation, call.request)
+        reading.check_condition(operation, headers)
+        body = await reading.body(
+            operation, call.request, json_mib=limits.max_body_mib, raw_mib=limits.max_upload_mib
+        )
         if operation.body is not None:
             arguments["body"] = body
-        key = call.request.headers.get("idempotency-key")
-        if key is None or operation.method != "POST" or operation.streams:
-            return await self._perform(operation, call, arguments, query)
-        digest = hashlib.sha256(
-            msgspec.json.encode([operation.name, call.request.url.path, body])
-        ).hexdigest()
-        return await self._remembered.once(
-            (call.principal.name, key), digest, lambda: self._perform(operation, call, arguments, query)
-        )
 
-    async def _perform(
-        self, operation: operations.Operation, call: Call, arguments: dict[str, Any], query: dict[str, Any]
-    ) -> Response:
-        result = await while_there(call.request, operation.handler(call, **arguments, **query))
+        async def perform() -> Response:
+            return self._response(operation, call, await operation.handler(call, **arguments, **query))
+
+        async def wait(work: Awaitable[Response]) -> Response:
+            response: Response = await while_there(call.request, work)
+            return response
+
+        key = reading.idempotency_key(operation, headers)
+        if key is None:
+            return await wait(perform())
+        said = [operation.name, call.request.url.path, str(call.request.url.query), body]
+        digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()
+        first = (lambda: wait(perform())) if operation.fleeting else perform
+        return await self._remembered.once((call.principal.actor, key), digest, first, wait)
+
+    def _response(self, operation: operations.Operation, call: Call, result: Any) -> Response:
         if isinstance(result, Response):
             return result
         if isinstance(result, operations.Stream):
@@ -268,16 +271,25 @@ class Answers:
         if result is None:
             return Response(status_code=operation.status)
         if isinstance(result, bytes):
-            return Response(result, media_type="application/octet-stream", status_code=operation.status)
-        return Response(rpc.encode(result), media_type="application/json", status_code=operation.status)
+            return Response(result, media_type=operation.media, status_code=operation.status)
+        response = Response(rpc.encode(result), media_type="application/json", status_code=operation.status)
+        if operation.version is not None:
+            tag = f'"{operation.version(result)}"'
+            if operation.whole and reading.seen(call.request.headers, tag):
+                return Response(status_code=304, headers={"ETag": tag})
+            response.headers["ETag"] = tag
+        elif operation.method == "GET" and operation.scope is not None:
+            return unless_seen(response, call.request.headers)
+        return response
 
-    async def _body(self, operation: operations.Operation, request: Request) -> Any:
-        if operation.body is None:
-            return None
-        raw = operation.body is bytes
-        most = self._config.server.max_upload_mib if raw else self._config.server.max_body_mib
-        data = await _read(request, most << 20)
-        return data if raw else _decode(data, operation.body)
+
+def unless_seen(response: Response, headers: Headers) -> Response:
+    """The answer with its entity tag, or 304 to who has it already."""
+    tag = f'"{hashlib.sha256(response.body).hexdigest()[:32]}"'
+    if reading.seen(headers, tag):
+        return Response(status_code=304, headers={"ETag": tag})
+    response.headers["ETag"] = tag
+    return response
 
 
 def failure(problem: errors.ClocheError, request_id: str) -> Response:
@@ -285,7 +297,7 @@ def failure(problem: errors.ClocheError, request_id: str) -> Response:
         code=problem.code, message=problem.message, hint=problem.hint, request_id=request_id,
         details=_plain(problem.details),
     )  # fmt: skip
-    headers = {}
+    headers = {"X-Request-ID": request_id}
     if "retry_after_s" in problem.details:
         headers["Retry-After"] = str(max(1, round(float(str(problem.details["retry_after_s"])))))
     if errors.TABLE[problem.code].http == 401:
@@ -318,6 +330,38 @@ async def while_there(request: Request, work: Awaitable[Any]) -> Any:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def streamed(pieces: AsyncIterator[bytes]) -> Any:
+    """Bytes as they are read. What goes wrong before the first of them is an answer; later, the connection ends short."""
+    try:
+        first = await anext(pieces)
+    except StopAsyncIteration:
+        first = b""
+    return Pieces(first, pieces)
+
+
+class Pieces(Response):
+    media_type = "application/octet-stream"
+
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._first, self._rest = first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send(send, self._first)
+            async for piece in self._rest:
+                await self._send(send, piece)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await _close(self._rest)
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        message = {"type": "http.response.body", "body": piece, "more_body": True}
+        await send(message)
 
 
 class EventStream(Response):
@@ -398,64 +442,6 @@ async def _close(events: AsyncIterator[Any]) -> None:
             await close()
 
 
-# ── parameters ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def _request_id(headers: Headers) -> str:
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else model.new_id()
-
-
-def _places(operation: operations.Operation, call: Call) -> dict[str, Any]:
-    return {name: call.request.path_params[name] for name in operation.places}
-
-
-def _query(operation: operations.Operation, request: Request) -> dict[str, Any]:
-    try:
-        return operations.convert_query(operation, dict(request.query_params))
-    except KeyError as unknown:
-        name = str(unknown.args[0])
-        known = [query.name for query in operation.queries]
-        hint = errors.nearest(name, known) if known else "this operation has no query"
-        raise errors.error(
-            "field_unknown", f"{operation.name} has no query parameter {name!r}", hint=hint, field=name
-        ) from None
-    except msgspec.ValidationError as problem:
-        raise errors.error("argument_invalid", f"the query is not valid: {problem}") from None
-
-
-async def _read(request: Request, most: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > most:
-        raise _too_large(most)
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise _too_large(most)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _too_large(most: int) -> errors.ClocheError:
-    return errors.error(
-        "body_too_large",
-        f"the request's body is larger than {most >> 20} MiB",
-        hint="send less, or raise server.max_body_mib (max_upload_mib for files)",
-    )
-
-
-def _decode(data: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(data or b"{}", type=kind)
-    except msgspec.ValidationError as problem:
-        code = "field_unknown" if "unknown field" in str(problem) else "argument_invalid"
-        raise errors.error(code, f"the body is not valid: {problem}") from None
-    except msgspec.DecodeError as problem:
-        raise errors.error("argument_invalid", f"the body is not JSON: {problem}") from None
-
-
 def _plain(details: Mapping[str, Any]) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = msgspec.to_builtins(dict(details))
@@ -482,7 +468,7 @@ class _Rates:
         left, since = self._buckets.pop(caller, (max(1.0, self._per_s), now))
         left = min(max(1.0, self._per_s), left + (now - since) * self._per_s)
         self._buckets[caller] = (left - 1 if left >= 1 else left, now)
-        while len(self._buckets) > _MOST_REMEMBERED:
+        while len(self._buckets) > _MOST_CALLERS:
             self._buckets.popitem(last=False)
         if left < 1:
             raise errors.error(
@@ -491,48 +477,3 @@ class _Rates:
                 hint="wait as long as Retry-After says",
                 retry_after_s=(1 - left) / self._per_s,
             )
-
-
-class _Remembered:
-    """Answers by idempotency key: a repeated request gets the first one's, another body with the same key is refused."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._answers: OrderedDict[tuple[str, str], tuple[str, float, asyncio.Future[Response]]] = (
-            OrderedDict()
-        )
-
-    async def once(
-        self, key: tuple[str, str], digest: str, perform: Callable[[], Awaitable[Response]]
-    ) -> Response:
-        self._forget()
-        if key in self._answers:
-            known, _, answer = self._answers[key]
-            if known != digest:
-                raise errors.error(
-                    "name_conflict", "this Idempotency-Key was used for another request", hint="use a new one"
-                )
-            return _copy(await asyncio.shield(answer))
-        made: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._answers[key] = (digest, self._clock(), made)
-        try:
-            response = await perform()
-        except BaseException as problem:
-            self._answers.pop(key, None)  # a failure is not an answer: the next attempt is a first one
-            made.set_exception(problem)
-            made.exception()
-            raise
-        made.set_result(response)
-        return _copy(response)
-
-    def _forget(self) -> None:
-        now = self._clock()
-        while self._answers:
-            oldest = next(iter(self._answers))
-            if len(self._answers) <= _MOST_REMEMBERED and now - self._answers[oldest][1] < _REMEMBERED_S:
-                return
-            del self._answers[oldest]
-
-
-def _copy(response: Response) -> Response:
-    return Response(response.body, response.status_code, media_type=response.media_type)

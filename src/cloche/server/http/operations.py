@@ -9,6 +9,7 @@
 * The result type decides the answer: a struct or list is JSON, `bytes` an octet stream, `Stream[T]` server-sent events, `None`
   is 204.
 * `scope` is what a key must have; `None` needs none at all, and is for probes.
+* `version` gives the entity tag of what is answered; with `matches`, a change may be bound to one (`If-Match`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import inspect
 import re
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,6 +29,10 @@ Scope = typing.Literal[
 ]  # fmt: skip
 SCOPES: tuple[str, ...] = typing.get_args(Scope)
 T = TypeVar("T")
+MOST = 2**53 - 1
+"""The largest number that every JSON reader takes exactly."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 _PLACE = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
@@ -117,10 +122,29 @@ class Operation(NamedTuple):
     status: int
     errors: tuple[str, ...]
     handler: Callable[..., Awaitable[Any]]
+    matches: bool = False
+    """Whether `If-Match` binds it to a version."""
+    version: Callable[[Any], str] | None = None
+    """Of what it answers; without one, an answer to GET is known by its bytes."""
+    whole: bool = False
+    """Whether that tag stands for all of the answer, so that who has seen it need not get it again."""
+    resumes: bool = False
+    """Whether `Last-Event-ID` goes on where a stream was left."""
+    fleeting: bool = False
+    """Whether its work ends with the request, even where an idempotency key would carry it on."""
+    media: str = "application/octet-stream"
+    """What bytes are, in the body or the answer."""
+    example: Any = None
+    """A body that is accepted, or the query where there is no body."""
 
     @property
     def streams(self) -> bool:
         return typing.get_origin(self.result) is Stream
+
+    @property
+    def remembers(self) -> bool:
+        """Whether an idempotency key makes it safe to repeat."""
+        return self.method == "POST" and not self.streams
 
 
 class Table:
@@ -130,12 +154,20 @@ class Table:
         self.operations: dict[str, Operation] = {}
 
     def operation(
-        self, method: str, path: str, *, scope: Scope | None, status: int | None = None, errors: str = ""
+        self,
+        method: str,
+        path: str,
+        *,
+        scope: Scope | None,
+        status: int | None = None,
+        errors: str = "",
+        **more: Any,
     ) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
-        """`errors`: the codes that are peculiar to it, in one string; those of the door are added to all."""
+        """`errors`: the codes that are peculiar to it, in one string; those of the door are added to all. `more`: further
+        fields of `Operation`."""
 
         def enter(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-            made = _read(method, path, scope, status, tuple(errors.split()), handler)
+            made = _read(method, path, scope, status, tuple(errors.split()), handler)._replace(**more)
             if made.name in self.operations:
                 raise ValueError(f"two operations are called {made.name}")
             self.operations[made.name] = made
@@ -152,7 +184,7 @@ def _read(
     codes: tuple[str, ...],
     handler: Callable[..., Awaitable[Any]],
 ) -> Operation:
-    hints = typing.get_type_hints(handler)
+    hints = typing.get_type_hints(handler, include_extras=True)
     result = hints.pop("return")
     places = tuple(_PLACE.findall(path))
     queries: list[Query] = []

@@ -15,13 +15,13 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from cloche import errors, interfaces, model, settings
+from cloche import errors, interfaces, settings
 from cloche.server import jwt, keys, tokens
-from cloche.server.http import answering, connections, doors, frames, meters, openapi
+from cloche.server.http import answering, connections, doors, frames, meters, openapi, origins, reading
 from cloche.server.http.routes import TABLE
 
 _BACKLOG = 2048
@@ -56,7 +56,7 @@ def make_app(
         try:
             answers.admit(request.headers, "metrics", operator=True)
         except errors.ClocheError as problem:
-            return answering.failure(problem, model.new_id())
+            return answering.failure(problem, reading.request_id(request.headers))
         return Response(await counted.render(backend), media_type=meters.MEDIA_TYPE)
 
     async def connect(websocket: WebSocket) -> None:
@@ -67,10 +67,11 @@ def make_app(
         code = "method_refused" if status == 405 else "route_not_found"
         words = f"{request.method} {request.url.path[:200]} is not something this server does"
         hint = "GET /openapi.json lists what it does"
-        response = answering.failure(errors.error(code, words, hint=hint), model.new_id())
-        allow = (getattr(problem, "headers", None) or {}).get("Allow")
-        if allow:
-            response.headers["Allow"] = allow
+        response = answering.failure(
+            errors.error(code, words, hint=hint), reading.request_id(request.headers)
+        )
+        if status == 405:
+            response.headers["Allow"] = ", ".join(sorted(_methods(app, request)))
         return response
 
     app = Starlette(
@@ -88,8 +89,20 @@ def make_app(
     )
     for wire in around:
         app.add_middleware(wire, entrance=answers, config=config)
+    if config.server.origins:
+        app.add_middleware(origins.Origins, origins=config.server.origins)
     app.add_middleware(answers.gate)
     return app
+
+
+def _methods(app: Starlette, request: Request) -> set[str]:
+    """What all routes of a path together do with it."""
+    concerned = [
+        route
+        for route in app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    ]
+    return {method for route in concerned for method in route.methods or ()}
 
 
 class _Application:

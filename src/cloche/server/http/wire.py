@@ -6,7 +6,7 @@ A body refuses unknown fields, like every noun; an answer may gain fields with t
 from __future__ import annotations
 
 from base64 import b64encode
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,6 +19,12 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """The shape all answers of our own share."""
+
+
+class Page(Answer, frozen=True, kw_only=True):
+    """Some of a list; `next_cursor` is null on the last page."""
+
+    next_cursor: str | None = None
 
 
 class Fault(Answer, frozen=True, kw_only=True):
@@ -76,12 +82,11 @@ class Extend(Body, frozen=True, kw_only=True):
 
 
 class Fork(Body, frozen=True, kw_only=True):
-    count: int = 1
+    count: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
 
 
-class Sandboxes(Answer, frozen=True, kw_only=True):
+class Sandboxes(Page, frozen=True, kw_only=True):
     sandboxes: tuple[model.SandboxInfo, ...]
-    next_cursor: str | None = None
 
 
 # ── executions ─────────────────────────────────────────────────────────────────────────────────────
@@ -179,16 +184,16 @@ class Input(Body, frozen=True, kw_only=True):
 
 
 class Signal(Body, frozen=True, kw_only=True):
-    signal: int
+    signal: Annotated[int, msgspec.Meta(ge=0, le=64)]
     tree: bool = False
 
 
 class Resize(Body, frozen=True, kw_only=True):
-    columns: int
-    rows: int
+    columns: Annotated[int, msgspec.Meta(ge=1, lt=10_000)]
+    rows: Annotated[int, msgspec.Meta(ge=1, lt=10_000)]
 
 
-class Executions(Answer, frozen=True, kw_only=True):
+class Executions(Page, frozen=True, kw_only=True):
     executions: tuple[model.ExecutionInfo, ...]
 
 
@@ -225,7 +230,7 @@ ExecEvent = Began | Chunk | DeniedEvent | TruncatedEvent | Result
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Files(Answer, frozen=True, kw_only=True):
+class Files(Page, frozen=True, kw_only=True):
     files: tuple[model.FileInfo, ...]
 
 
@@ -237,6 +242,10 @@ class Move(Body, frozen=True, kw_only=True):
 
 class MakeDirectory(Body, frozen=True, kw_only=True):
     path: str
+
+
+class Changes(Page, frozen=True, kw_only=True):
+    changes: tuple[model.FileChange, ...]
 
 
 class Made(Answer, frozen=True, kw_only=True):
@@ -263,7 +272,7 @@ class Code(Body, frozen=True, kw_only=True):
     timeout_s: float | None = None
 
 
-class Contexts(Answer, frozen=True, kw_only=True):
+class Contexts(Page, frozen=True, kw_only=True):
     contexts: tuple[model.ContextInfo, ...]
 
 
@@ -299,9 +308,47 @@ class CodeText(Answer, frozen=True, kw_only=True):
 CodeEvent = CodeStart | CodeText | dict[str, Any] | model.CodeError | Ran
 
 
+# ── policies ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Rules(Body, frozen=True, kw_only=True):
+    """What a sandbox would be asked for with: a profile or a mode, and rules of its own."""
+
+    profile: str | None = None
+    mode: str | None = None
+    policy: dict[str, Any] = {}
+
+    def spec(self, defaults: settings.Defaults) -> model.SandboxSpec:
+        fields = ("profile", "mode", "policy")
+        said = {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
+        return rpc.complete(said, defaults)
+
+
+class Explain(Rules, frozen=True, kw_only=True):
+    """What to explain, for a sandbox that exists or for one that would be asked for so."""
+
+    kind: Literal["host", "path", "env", "secret"]
+    target: str
+    """`host`: NAME[:PORT]; `path`: relative to a workspace; `env` and `secret`: a name."""
+    sandbox: str | None = None
+    write: bool = False
+    method: str | None = None
+    path: str | None = None
+    """`host`: what plain HTTP would ask for."""
+
+
 # ── the journal ────────────────────────────────────────────────────────────────────────────────────
 
 
-class Events(Answer, frozen=True, kw_only=True):
-    events: tuple[dict[str, Any], ...]
-    next_cursor: str | None = None
+class JournalEvent(Answer, frozen=True, kw_only=True):
+    """One thing that happened. `data` depends on the kind."""
+
+    seq: int
+    kind: str
+    sandbox: str | None
+    time: float
+    data: dict[str, Any]
+
+
+class Events(Page, frozen=True, kw_only=True):
+    events: tuple[JournalEvent, ...]

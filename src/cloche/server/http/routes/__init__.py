@@ -1,29 +1,35 @@
 """The handlers, a file per noun. Importing this package fills the table."""
 
 from cloche.server.http.routes import (
+    audits,
     contexts,
     executions,
     files,
+    images,
     journal,
     policies,
     running,
     sandboxes,
     snapshots,
     stocks,
+    upkeep,
     volumes,
 )
 from cloche.server.http.routes.table import TABLE
 
 __all__ = [
     "TABLE",
+    "audits",
     "contexts",
     "executions",
     "files",
+    "images",
     "journal",
     "policies",
     "running",
     "sandboxes",
     "snapshots",
     "stocks",
+    "upkeep",
     "volumes",
 ]

@@ -9,6 +9,7 @@ from cloche import model
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
 from cloche.server.http.operations import Event, Stream, begun
+from cloche.server.http.pages import Cursor, Limit, page
 from cloche.server.http.routes.table import operation
 
 _HERE = "/v1/sandboxes/{sandbox}/contexts"
@@ -70,9 +71,13 @@ async def create_context(call: Call, sandbox: str, body: wire.CreateContext) -> 
 
 
 @operation("GET", _HERE, scope="exec", errors="sandbox_not_found")
-async def list_contexts(call: Call, sandbox: str) -> wire.Contexts:
+async def list_contexts(
+    call: Call, sandbox: str, *, limit: Limit = 100, cursor: Cursor | None = None
+) -> wire.Contexts:
     """The contexts of a sandbox."""
-    return wire.Contexts(contexts=tuple(await call.backend.contexts(sandbox)))
+    contexts = await call.backend.contexts(sandbox)
+    found, more = page(contexts, lambda info: (info.id,), limit, cursor)
+    return wire.Contexts(contexts=found, next_cursor=more)
 
 
 @operation("DELETE", _HERE + "/{context}", scope="exec", errors=_ERRORS)

@@ -9,7 +9,9 @@ from cloche import errors, model
 from cloche.server.guarding import opened
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
-from cloche.server.http.operations import Event, Stream
+from cloche.server.http.operations import Event, Number, Stream
+from cloche.server.http.pages import Cursor, Limit, page
+from cloche.server.http.reading import last_event_id
 from cloche.server.http.routes.table import operation
 
 _HERE = "/v1/sandboxes/{sandbox}/executions"
@@ -50,9 +52,13 @@ async def start_execution(call: Call, sandbox: str, body: wire.Exec) -> model.Ex
 
 
 @operation("GET", _HERE, scope="exec", errors="sandbox_not_found sandbox_lost")
-async def list_executions(call: Call, sandbox: str) -> wire.Executions:
-    """The commands of a sandbox: those that run, and the last that ended."""
-    return wire.Executions(executions=tuple(await call.backend.executions(sandbox)))
+async def list_executions(
+    call: Call, sandbox: str, *, limit: Limit = 100, cursor: Cursor | None = None
+) -> wire.Executions:
+    """The commands of a sandbox: those that run, and the last that ended; oldest first."""
+    executions = await call.backend.executions(sandbox)
+    found, more = page(executions, lambda info: (info.started_at, info.id), limit, cursor)
+    return wire.Executions(executions=found, next_cursor=more)
 
 
 @operation("GET", _HERE + "/{execution}/result", scope="exec", errors="sandbox_not_found execution_not_found")
@@ -61,24 +67,34 @@ async def wait_execution(call: Call, sandbox: str, execution: str) -> wire.Resul
     return wire.Result.of(await call.backend.wait(sandbox, execution))
 
 
-@operation("GET", _HERE + "/{execution}/stream", scope="exec", errors="sandbox_not_found execution_not_found")
+@operation(
+    "GET",
+    _HERE + "/{execution}/stream",
+    scope="exec",
+    errors="sandbox_not_found execution_not_found",
+    resumes=True,
+)
 async def follow_execution(
-    call: Call, sandbox: str, execution: str, *, after: int = 0, wait: bool = True
+    call: Call, sandbox: str, execution: str, *, after: Number = 0, wait: bool = True
 ) -> Stream[wire.ExecEvent]:
     """Follow what a command writes, as server-sent events: `stdout`, `stderr`, `denied`, `truncated`, `exit`.
 
     Each has its sequence number as id. `Last-Event-ID` goes on after that one; `after` is the first number to send.
     """
-    last = last_event_id(call)
+    last = last_event_id(call.request.headers)
     after = after if last is None else last + 1
+    await _known(call, sandbox, execution)
     return Stream(exec_events(await opened(call.backend.attach(sandbox, execution, after, wait))))
 
 
-def last_event_id(call: Call) -> int | None:
-    last = call.request.headers.get("last-event-id")
-    if last is not None and not last.isdecimal():
-        raise errors.error("argument_invalid", f"Last-Event-ID {last[:50]!r} is not one of ours")
-    return None if last is None else int(last)
+async def _known(call: Call, sandbox: str, execution: str) -> None:
+    """That there is such a command: a stream of one that is not would have begun before it could say so."""
+    if all(info.id != execution for info in await call.backend.executions(sandbox)):
+        raise errors.error(
+            "execution_not_found",
+            f"the sandbox has no execution {execution[:50]!r}",
+            hint="list them; finished ones are kept for a while only",
+        )
 
 
 async def exec_events(

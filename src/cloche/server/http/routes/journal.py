@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-from cloche import __version__, errors
+from cloche import __version__
 from cloche.server.guarding import opened
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
-from cloche.server.http.operations import Event, Stream
-from cloche.server.http.routes.executions import last_event_id
+from cloche.server.http.operations import Event, Number, Stream
+from cloche.server.http.pages import Cursor, Limit
+from cloche.server.http.pages import made as made_cursor
+from cloche.server.http.pages import opened as opened_cursor
+from cloche.server.http.reading import last_event_id
 from cloche.server.http.routes.table import operation
-
-_MOST = 1000
 
 
 class Health(wire.Answer, frozen=True, kw_only=True):
@@ -22,29 +24,42 @@ class Health(wire.Answer, frozen=True, kw_only=True):
     sandboxes: int
 
 
-@operation("GET", "/v1/events", scope="events")
+@operation("GET", "/v1/events", scope="events", errors="sandbox_not_found")
 async def list_events(
-    call: Call, *, after: int = 0, sandbox: str | None = None, limit: int = 100
+    call: Call,
+    *,
+    after: Number = 0,
+    sandbox: str | None = None,
+    limit: Limit = 100,
+    cursor: Cursor | None = None,
 ) -> wire.Events:
-    """What happened, oldest first. `next_cursor` is the `after` of the next page."""
-    if not 1 <= limit <= _MOST:
-        raise errors.error("limit_invalid", f"limit is {limit}; it must be 1 to {_MOST}", field="limit")
+    """What happened, oldest first: after that number, or from a cursor on."""
+    if cursor is not None:
+        (place,) = opened_cursor(cursor, (0.0,))
+        after = max(after, int(place))
     found = await call.backend.events(after, sandbox, limit)
-    more = str(found[-1]["seq"]) if len(found) == limit else None
-    return wire.Events(events=tuple(found), next_cursor=more)
+    more = made_cursor((float(found[-1]["seq"]),)) if len(found) == limit else None
+    return wire.Events(events=tuple(map(_event, found)), next_cursor=more)
 
 
-@operation("GET", "/v1/events/stream", scope="events")
-async def follow_events(call: Call, *, after: int = 0, sandbox: str | None = None) -> Stream[dict[str, Any]]:
-    """Follow what happens, as server-sent events named by their kind; `Last-Event-ID` goes on from there."""
-    last = last_event_id(call)
+@operation("GET", "/v1/events/stream", scope="events", errors="sandbox_not_found", resumes=True)
+async def follow_events(
+    call: Call, *, after: Number = 0, sandbox: str | None = None
+) -> Stream[wire.JournalEvent]:
+    """Follow what happens, as server-sent events named by their kind. Each has its number as id; `Last-Event-ID` goes on from there."""
+    last = last_event_id(call.request.headers)
     followed = call.backend.follow_events(after if last is None else last, sandbox)
     return Stream(_events(await opened(followed)))
 
 
 async def _events(followed: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:
-    async for event in followed:
-        yield Event(str(event["kind"]), event, str(event["seq"]))
+    async with aclosing(followed) as events:  # type: ignore[type-var]
+        async for event in events:
+            yield Event(str(event["kind"]), event, str(event["seq"]))
+
+
+def _event(found: dict[str, Any]) -> wire.JournalEvent:
+    return wire.JournalEvent(**{name: found[name] for name in wire.JournalEvent.__struct_fields__})
 
 
 @operation("GET", "/healthz", scope=None)

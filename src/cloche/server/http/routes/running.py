@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from cloche import errors, model
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
-from cloche.server.http.operations import Event, Stream
+from cloche.server.http.operations import Event, Stream, begun
 from cloche.server.http.routes.executions import exec_events
 from cloche.server.http.routes.table import operation
 
 _ERRORS = "template_not_found capacity_exceeded isolation_too_low command_empty argument_too_long"
 
 
-@operation("POST", "/run", scope="exec", errors=_ERRORS)
+@operation("POST", "/run", scope="exec", errors=_ERRORS, fleeting=True)
 async def run(call: Call, body: wire.Run) -> wire.Result:
     """Run a command in a new sandbox and give its result."""
     async with _sandbox(call, body) as info:
@@ -27,7 +28,7 @@ async def run(call: Call, body: wire.Run) -> wire.Result:
 async def run_stream(call: Call, body: wire.Run) -> Stream[wire.ExecEvent]:
     """The same as server-sent events, each sent as it happens: `start`, `stdout`, `stderr`, `denied`, `exit`."""
     body.request().check()
-    return Stream(_events(call, body))
+    return Stream(await begun(_events(call, body)))
 
 
 async def _events(call: Call, body: wire.Run) -> AsyncIterator[Event]:
@@ -48,4 +49,4 @@ async def _sandbox(call: Call, body: wire.Run) -> AsyncIterator[model.SandboxInf
     finally:
         if not body.detach:
             with suppress(errors.ClocheError):
-                await call.backend.delete(info.id)
+                await asyncio.shield(call.backend.delete(info.id))  # whatever happens to who waits for it

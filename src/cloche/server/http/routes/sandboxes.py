@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from cloche import errors, model
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
+from cloche.server.http.pages import Cursor, Limit, page
 from cloche.server.http.routes.table import operation
 
-_MOST = 1000
+
+class Apply(wire.Body, frozen=True, kw_only=True):
+    paths: tuple[str, ...] | None = None
+    """Those to take over; left out: all."""
+
+
+class Applied(wire.Answer, frozen=True, kw_only=True):
+    paths: tuple[str, ...]
 
 
 @operation(
@@ -25,36 +35,23 @@ async def create_sandbox(call: Call, body: wire.Create) -> model.SandboxInfo:
 
 @operation("GET", "/v1/sandboxes", scope="sandboxes")
 async def list_sandboxes(
-    call: Call, *, limit: int = 100, cursor: str | None = None, label: str | None = None
+    call: Call, *, limit: Limit = 100, cursor: Cursor | None = None, label: str | None = None
 ) -> wire.Sandboxes:
     """List live sandboxes, oldest first.
 
-    `label` is `key=value`. `next_cursor` is null on the last page.
+    `label` is `key=value`.
     """
-    if not 1 <= limit <= _MOST:
-        raise errors.error("limit_invalid", f"limit is {limit}; it must be 1 to {_MOST}", field="limit")
     key, separator, value = (label or "").partition("=")
     if label is not None and not separator:
-        raise errors.error("argument_invalid", f"the label {label!r} is not key=value", field="label")
-    chosen = [i for i in await call.backend.list() if label is None or i.labels.get(key) == value]
-    chosen.sort(key=lambda info: (info.created_at, info.id))
-    if cursor is not None:
-        chosen = _after(chosen, cursor)
-    page = tuple(chosen[:limit])
-    more = f"{page[-1].created_at!r},{page[-1].id}" if len(chosen) > limit else None
-    return wire.Sandboxes(sandboxes=page, next_cursor=more)
-
-
-def _after(infos: list[model.SandboxInfo], cursor: str) -> list[model.SandboxInfo]:
-    """What comes after a place in the list; the place itself may be gone by now."""
-    time, _, id_ = cursor.partition(",")
-    try:
-        place = (float(time), id_)
-    except ValueError:
         raise errors.error(
-            "argument_invalid", f"{cursor[:50]!r} is not a cursor", hint="use next_cursor of the last page"
-        ) from None
-    return [info for info in infos if (info.created_at, info.id) > place]
+            "argument_invalid",
+            f"the label {label[:100]!r} is not key=value",
+            hint="?label=team%3Dred",
+            field="label",
+        )
+    chosen = [i for i in await call.backend.list() if label is None or i.labels.get(key) == value]
+    found, more = page(chosen, lambda info: (info.created_at, info.id), limit, cursor)
+    return wire.Sandboxes(sandboxes=found, next_cursor=more)
 
 
 @operation("GET", "/v1/sandboxes/{sandbox}", scope="sandboxes", errors="sandbox_not_found sandbox_lost")
@@ -78,7 +75,9 @@ async def extend_sandbox(call: Call, sandbox: str, body: wire.Extend) -> model.S
 
 
 @operation("POST", "/v1/sandboxes/{sandbox}/suspend", scope="sandboxes", errors="sandbox_not_found")
-async def suspend_sandbox(call: Call, sandbox: str, *, mode: str = "pause") -> model.SandboxInfo:
+async def suspend_sandbox(
+    call: Call, sandbox: str, *, mode: Literal["pause", "archive", "hibernate"] = "pause"
+) -> model.SandboxInfo:
     """Suspend a sandbox: `pause` keeps its memory, `archive` its files only. Any request that needs it wakes it again."""
     return await call.backend.suspend(sandbox, mode)
 
@@ -111,3 +110,35 @@ async def create_token(call: Call, sandbox: str, body: NewToken) -> model.Access
     It can make no other token, and neither list nor create sandboxes.
     """
     return await call.backend.create_token(sandbox, list(body.scopes), body.ttl_s)
+
+
+_OVERLAY = "sandbox_not_found sandbox_lost not_supported_by_driver"
+
+
+@operation("GET", "/v1/sandboxes/{sandbox}/workspace/changes", scope="files", errors=_OVERLAY)
+async def list_workspace_changes(
+    call: Call, sandbox: str, *, limit: Limit = 1000, cursor: Cursor | None = None
+) -> wire.Changes:
+    """What a sandbox changed of its overlaid workspace."""
+    changes = await call.backend.diff(sandbox)
+    found, more = page(changes, lambda change: (change.path, change.kind), limit, cursor)
+    return wire.Changes(changes=found, next_cursor=more)
+
+
+@operation(
+    "POST",
+    "/v1/sandboxes/{sandbox}/workspace/apply",
+    scope="files",
+    errors=f"{_OVERLAY} apply_refused file_not_found",
+    example={"paths": ["src/main.py"]},
+)
+async def apply_workspace_changes(call: Call, sandbox: str, body: Apply) -> Applied:
+    """Take changes over into the directory of the server's host that the sandbox was lent: all of them, or none."""
+    paths = None if body.paths is None else list(body.paths)
+    return Applied(paths=tuple(await call.backend.apply(sandbox, paths)))
+
+
+@operation("GET", "/v1/sandboxes/{sandbox}/workspace/report", scope="files", errors=_OVERLAY)
+async def get_workspace_report(call: Call, sandbox: str) -> model.WorkspaceReport:
+    """What a sandbox that has ended did to the control files of its workspace."""
+    return await call.backend.workspace_report(sandbox)

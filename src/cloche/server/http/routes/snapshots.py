@@ -5,6 +5,7 @@ from __future__ import annotations
 from cloche import model, stock
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
+from cloche.server.http.pages import Cursor, Limit, page
 from cloche.server.http.routes.table import operation
 
 
@@ -17,12 +18,8 @@ class Restore(wire.Body, frozen=True, kw_only=True):
     snapshot: str
 
 
-class Snapshots(wire.Answer, frozen=True, kw_only=True):
+class Snapshots(wire.Page, frozen=True, kw_only=True):
     snapshots: tuple[stock.SnapshotInfo, ...]
-
-
-class Changes(wire.Answer, frozen=True, kw_only=True):
-    changes: tuple[model.FileChange, ...]
 
 
 @operation(
@@ -55,9 +52,13 @@ async def fork_sandbox(call: Call, sandbox: str, body: wire.Fork) -> wire.Sandbo
 
 
 @operation("GET", "/v1/snapshots", scope="sandboxes")
-async def list_snapshots(call: Call, *, tag: str | None = None) -> Snapshots:
-    """The snapshots, or those with a tag."""
-    return Snapshots(snapshots=tuple(await call.backend.snapshots(tag)))
+async def list_snapshots(
+    call: Call, *, tag: str | None = None, limit: Limit = 100, cursor: Cursor | None = None
+) -> Snapshots:
+    """The snapshots, or those with a tag; oldest first."""
+    snapshots = await call.backend.snapshots(tag)
+    found, more = page(snapshots, lambda info: (info.created_at, info.id), limit, cursor)
+    return Snapshots(snapshots=found, next_cursor=more)
 
 
 @operation("GET", "/v1/snapshots/{snapshot}", scope="sandboxes", errors="snapshot_not_found")
@@ -73,6 +74,10 @@ async def delete_snapshot(call: Call, snapshot: str) -> None:
 
 
 @operation("GET", "/v1/snapshots/{snapshot}/diff", scope="sandboxes", errors="snapshot_not_found")
-async def diff_snapshots(call: Call, snapshot: str, *, other: str) -> Changes:
-    """What differs between a snapshot and another."""
-    return Changes(changes=tuple(await call.backend.diff_snapshots(snapshot, other)))
+async def diff_snapshots(
+    call: Call, snapshot: str, *, other: str, limit: Limit = 1000, cursor: Cursor | None = None
+) -> wire.Changes:
+    """What differs between a snapshot and another, by path."""
+    changes = await call.backend.diff_snapshots(snapshot, other)
+    found, more = page(changes, lambda change: (change.path, change.kind), limit, cursor)
+    return wire.Changes(changes=found, next_cursor=more)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from cloche import stock
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
+from cloche.server.http.pages import Cursor, Limit, page
 from cloche.server.http.routes.table import operation
 
 
-class Volumes(wire.Answer, frozen=True, kw_only=True):
+class Volumes(wire.Page, frozen=True, kw_only=True):
     volumes: tuple[stock.VolumeInfo, ...]
 
 
@@ -25,9 +26,10 @@ async def create_volume(call: Call, body: stock.VolumeSpec) -> stock.VolumeInfo:
 
 
 @operation("GET", "/v1/volumes", scope="volumes")
-async def list_volumes(call: Call) -> Volumes:
-    """The volumes: their size, what they take, and which sandboxes have them."""
-    return Volumes(volumes=tuple(await call.backend.volumes()))
+async def list_volumes(call: Call, *, limit: Limit = 100, cursor: Cursor | None = None) -> Volumes:
+    """The volumes by name: their size, what they take, and which sandboxes have them."""
+    found, more = page(await call.backend.volumes(), lambda info: (info.spec.name,), limit, cursor)
+    return Volumes(volumes=found, next_cursor=more)
 
 
 @operation("GET", "/v1/volumes/{volume}", scope="volumes", errors="volume_not_found")

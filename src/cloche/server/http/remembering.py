@@ -1,0 +1,98 @@
+"""Idempotency keys: a request that is repeated gets the first one's answer.
+
+* *One execution.* Who repeats a key while the first is under way waits for it. The work does not end with the client that asked
+  first: losing an answer is what the key is for. (The exception is work whose promise is to end with its request; then whoever still
+  waits begins anew.)
+* *The same request.* A key belongs to one caller and one request: operation, address, query and body. Another one with it is refused.
+* *A failure is no answer*: the next attempt is a first one.
+* *Bounded*, by age, number and bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from cloche import errors
+
+_MOST = 10_000
+_MOST_BYTES = 64 << 20
+_KEPT_S = 24 * 3600.0
+
+
+class _Known(NamedTuple):
+    digest: str
+    since: float
+    answer: asyncio.Task[Response]
+
+
+class Remembered:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+        self._size = 0
+
+    async def once(
+        self,
+        key: tuple[str, str],
+        digest: str,
+        perform: Callable[[], Awaitable[Response]],
+        wait: Callable[[Awaitable[Response]], Awaitable[Response]],
+    ) -> Response:
+        """`perform` is done once; every caller waits for it in its own way, and `wait` raises if that caller leaves."""
+        while True:
+            self._forget()
+            known = self._known.get(key)
+            if known is None:
+                known = self._begin(key, digest, perform)
+            elif known.digest != digest:
+                raise errors.error(
+                    "name_conflict",
+                    "this Idempotency-Key was used for another request",
+                    hint="use a new one for every request that differs",
+                )
+            try:
+                return _copy(await wait(asyncio.shield(known.answer)))
+            except ClientDisconnect:
+                if not known.answer.done() or known is self._known.get(key):
+                    raise
+                # It was the first client that left, and its work ended with it.
+
+    def _begin(self, key: tuple[str, str], digest: str, perform: Callable[[], Awaitable[Response]]) -> _Known:
+        async def work() -> Response:
+            return await perform()
+
+        made = _Known(digest, self._clock(), asyncio.get_running_loop().create_task(work()))
+        self._known[key] = made
+
+        def ended(task: asyncio.Task[Response]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                if self._known.get(key) is made:
+                    del self._known[key]
+            else:
+                self._size += len(task.result().body)
+
+        made.answer.add_done_callback(ended)
+        return made
+
+    def _forget(self) -> None:
+        now = self._clock()
+        for key, known in list(self._known.items()):
+            fits = len(self._known) <= _MOST and self._size <= _MOST_BYTES
+            if fits and now - known.since < _KEPT_S:
+                return
+            if known.answer.done():
+                del self._known[key]
+                self._size -= len(known.answer.result().body)
+
+
+def _copy(response: Response) -> Response:
+    copied = Response(response.body, response.status_code)
+    copied.raw_headers = list(response.raw_headers)
+    return copied
