@@ -1,0 +1,58 @@
+/** The public names of `@cloche/sdk`, and nothing else. */
+
+export { VERSION } from "./generated.js";
+export type {
+  ClaimInfo,
+  CodeError,
+  Condition,
+  ContextInfo,
+  Denial,
+  ErrorCode,
+  ExecutionInfo,
+  FileChange,
+  FileEvent,
+  FileInfo,
+  Isolation,
+  Limit,
+  Merged,
+  PoolInfo,
+  SandboxInfo,
+  SandboxUsage,
+  SnapshotInfo,
+  TemplateInfo,
+  VolumeInfo,
+} from "./generated.js";
+export type { CallOptions, ConnectOptions } from "./connection.js";
+export { Context, Contexts, type CodeOptions, type CodeResult } from "./contexts.js";
+export {
+  CapacityExceeded,
+  ClocheError,
+  CommandFailed,
+  Conflict,
+  InternalError,
+  InvalidInput,
+  NotFound,
+  NotSupported,
+  PolicyRefused,
+  SandboxError,
+  SandboxLost,
+  ServerUnavailable,
+} from "./errors.js";
+export { Files, type FileOptions, type ReadOptions } from "./files.js";
+export { events, followEvents, type EventOptions, type JournalEvent } from "./journal.js";
+export { Pool, putTemplate, Template, type ClaimOptions, type PoolOptions, type TemplateFields } from "./pools.js";
+export { Process, Processes, type CommandOptions, type ExecOptions, type ExecStreamOptions, type StartOptions } from "./processes.js";
+export type { Denied, ExecResult, Exited, Output, StreamEvent, Truncated } from "./results.js";
+export {
+  run,
+  runStream,
+  Sandbox,
+  SandboxPolicy,
+  type NetworkMode,
+  type NetworkOptions,
+  type PolicyFields,
+  type RunOptions,
+  type SandboxOptions,
+  type Shape,
+} from "./sandbox.js";
+export { Snapshot, Volume, type Identified, type ServerOptions, type VolumeMount } from "./stays.js";

@@ -1,0 +1,41 @@
+/** What happened: the server's journal, as a list and as it grows. */
+
+import { connect, type CallOptions, type Connection } from "./connection.js";
+import type { ServerOptions } from "./stays.js";
+
+/** One line of the journal, in the words of docs/reference: its number, its kind, and what belongs to the kind. */
+export interface JournalEvent {
+  seq: number;
+  kind: string;
+  [field: string]: unknown;
+}
+
+export interface EventOptions {
+  /** Only what came after this `seq`. */
+  after?: number;
+  /** Only what happened to this sandbox. */
+  sandbox?: string;
+}
+
+export async function listEvents(connection: Connection, { after, sandbox, signal }: EventOptions & CallOptions): Promise<JournalEvent[]> {
+  const found: JournalEvent[] = [];
+  for (let from = after; ; ) {
+    const query = { after: from, sandbox, limit: 1000 };
+    const page = (await connection.call("GET", "/v1/events", { query, signal })) as { events: JournalEvent[]; next_cursor: string | null };
+    found.push(...page.events);
+    if (page.next_cursor === null) return found;
+    from = Number(page.next_cursor);
+  }
+}
+
+/** What happened until now, oldest first. */
+export function events(options: EventOptions & ServerOptions = {}): Promise<JournalEvent[]> {
+  return listEvents(connect(options), options);
+}
+
+/** What happens, as it happens; a connection that breaks is made again, and nothing is lost or seen twice. */
+export async function* followEvents(options: EventOptions & ServerOptions = {}): AsyncGenerator<JournalEvent, void, undefined> {
+  const { after, sandbox, signal } = options;
+  const stream = await connect(options).events("GET", "/v1/events/stream", { query: { after, sandbox }, signal, resume: true });
+  for await (const { data } of stream) yield JSON.parse(data) as JournalEvent;
+}

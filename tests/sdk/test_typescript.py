@@ -1,0 +1,141 @@
+"""The TypeScript SDK: its types follow the routes, its suite passes against a real server, its package holds what it should, its programs run."""
+
+import fcntl
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cloche
+from cloche import errors
+from tests.server import conftest as server
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "sdk/typescript"
+PATIENCE_S = 400
+pytestmark = [pytest.mark.timeout(2 * PATIENCE_S)]
+
+
+@functools.cache
+def node_directory() -> Path | None:
+    """Where a recent node and its npm are: on the PATH, or where scripts/install put them."""
+    for directory in (*os.environ["PATH"].split(os.pathsep), str(ROOT / ".cache/node/bin")):
+        node, npm = Path(directory) / "node", Path(directory) / "npm"
+        if not (node.exists() and npm.exists()):
+            continue
+        said = subprocess.run([node, "--version"], capture_output=True, text=True, check=False).stdout
+        if re.match(r"v(2[0-9]|[3-9][0-9])\.", said):
+            return Path(directory)
+    return None
+
+
+needs_node = pytest.mark.skipif(node_directory() is None, reason="needs Node.js 20: scripts/install gets it")
+
+
+def run(*words: str | Path, env: dict[str, str] | None = None, cwd: Path = PACKAGE) -> str:
+    directory = node_directory()
+    assert directory is not None
+    environment = {
+        "PATH": f"{directory}{os.pathsep}{os.environ['PATH']}",
+        "HOME": os.environ.get("HOME", "/"),
+        "npm_config_cache": str(ROOT / ".cache/npm"),
+        "npm_config_update_notifier": "false",
+        **{name: os.environ[name] for name in ("npm_config_registry", "NODE_EXTRA_CA_CERTS") if name in os.environ},
+    }  # fmt: skip
+    done = subprocess.run(
+        [str(word) for word in words], cwd=cwd, env=environment | (env or {}), capture_output=True, text=True, timeout=PATIENCE_S
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def package() -> Path:
+    """The package with its locked dependencies, compiled, tests included. Done once per content of the lock file."""
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    with open(ROOT / ".cache/typescript.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wanted = (PACKAGE / "package-lock.json").read_bytes()
+        done = PACKAGE / "node_modules/.installed"
+        if not done.exists() or done.read_bytes() != wanted:
+            run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts")
+            done.write_bytes(wanted)
+        shutil.rmtree(PACKAGE / ".tests", ignore_errors=True)
+        run("node", "node_modules/typescript/bin/tsc", "-p", "tsconfig.tests.json")
+        run("node", "node_modules/typescript/bin/tsc", "-p", "tsconfig.json")
+    return PACKAGE
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[server.Served]:
+    with tempfile.TemporaryDirectory(prefix="cl-") as home:
+        made = server.serve(Path(home))
+        try:
+            yield made
+        finally:
+            assert server.stop(made) == 0
+
+
+def reach(served: server.Served) -> dict[str, str]:
+    return {
+        "CLOCHE_URL": served.url,
+        "CLOCHE_API_KEY": served.key,
+        "CLOCHE_VECTORS": str(ROOT / "sdk/vectors"),
+    }
+
+
+def test_the_types_follow_the_routes():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/generate_typescript", "--check"], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_versions_agree():
+    described = json.loads((PACKAGE / "package.json").read_text())
+    locked = json.loads((PACKAGE / "package-lock.json").read_text())
+    assert described["version"] == locked["version"] == cloche.__version__
+    assert described.get("dependencies", {}) == {}
+    assert all(re.fullmatch(r"[\d.]+", version) for version in described["devDependencies"].values())
+    assert (PACKAGE / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@needs_node
+def test_the_suite_passes_against_a_real_server(package, served):
+    files = sorted((package / ".tests/tests").glob("*.test.js"))
+    assert len(files) == len(list((PACKAGE / "tests").glob("*.test.ts")))
+    told = run("node", "--test", "--test-concurrency=1", "--test-reporter=tap", *files, env=reach(served))
+    counted = {name: int(count) for name, count in re.findall(r"^# (\w+) (\d+)$", told, re.MULTILINE)}
+    assert counted["fail"] == counted["cancelled"] == counted["skipped"] == counted["todo"] == 0
+    assert counted["pass"] >= 150, told[-2000:]
+
+
+@needs_node
+def test_the_package_holds_what_it_should_and_nothing_else(package):
+    (packed,) = json.loads(run("npm", "pack", "--dry-run", "--json", "--ignore-scripts"))
+    names = {file["path"] for file in packed["files"]}
+    modules = {path.stem for path in (PACKAGE / "src").glob("*.ts")}
+    assert names == {
+        "LICENSE", "README.md", "package.json", *(f"dist/{name}.{end}" for name in modules for end in ("js", "d.ts")),
+    }  # fmt: skip
+    assert packed["name"] == "@cloche/sdk"
+
+
+@needs_node
+def test_a_program_imports_the_package_by_its_name(package, tmp_path):
+    (tmp_path / "node_modules/@cloche").mkdir(parents=True)
+    (tmp_path / "node_modules/@cloche/sdk").symlink_to(package)
+    (tmp_path / "program.mjs").write_text(
+        "import * as sdk from '@cloche/sdk'; console.log(Object.keys(sdk).join(' '))"
+    )
+    names = set(run("node", tmp_path / "program.mjs", cwd=tmp_path).split())
+    assert {"Sandbox", "Pool", "Template", "Snapshot", "Volume", "run", "runStream", "ClocheError"} <= names
+    assert {kind.__name__ for kind in errors._CODES} < names
