@@ -41,6 +41,10 @@ export const codes = {
   image_too_large: ["InvalidInput", false],
   file_too_large: ["InvalidInput", false],
   body_too_large: ["InvalidInput", false],
+  head_too_large: ["InvalidInput", false],
+  url_too_long: ["InvalidInput", false],
+  request_too_slow: ["InvalidInput", true],
+  request_malformed: ["InvalidInput", false],
   method_refused: ["InvalidInput", false],
   address_unavailable: ["InvalidInput", false],
   output_too_large: ["InvalidInput", false],
@@ -56,6 +60,9 @@ export const codes = {
   peer_refused: ["PolicyRefused", false],
   key_missing: ["PolicyRefused", false],
   key_refused: ["PolicyRefused", false],
+  link_refused: ["PolicyRefused", false],
+  token_invalid: ["PolicyRefused", false],
+  token_expired: ["PolicyRefused", false],
   scope_missing: ["PolicyRefused", false],
   apply_refused: ["PolicyRefused", false],
   image_layer_refused: ["PolicyRefused", false],
@@ -112,7 +119,12 @@ export const codes = {
   image_tool_missing: ["NotSupported", false],
   server_unavailable: ["ServerUnavailable", true],
   server_version_mismatch: ["ServerUnavailable", false],
+  server_busy: ["ServerUnavailable", true],
+  server_stopping: ["ServerUnavailable", true],
   connection_lost: ["ServerUnavailable", true],
+  reader_too_slow: ["ServerUnavailable", true],
+  port_closed: ["ServerUnavailable", true],
+  port_misbehaved: ["ServerUnavailable", true],
   audit_unavailable: ["ServerUnavailable", true],
   network_unavailable: ["ServerUnavailable", true],
   image_registry_failed: ["ServerUnavailable", true],
@@ -158,6 +170,16 @@ export interface CodeError {
   name: string;
   value: string;
   traceback: string;
+}
+
+/** Event `start`: the code runs; those of its context before it have ended. */
+export interface CodeStart {
+  executionCount: number;
+}
+
+/** Events `stdout` and `stderr` of code. */
+export interface CodeText {
+  text: string;
 }
 
 export interface CreateContextBody {
@@ -554,6 +576,19 @@ export interface SandboxUsage {
   oomKills: number;
 }
 
+export interface NewTokenBody {
+  scopes?: ("events" | "exec" | "files" | "ports" | "sandboxes")[];
+  ttlS?: number;
+}
+
+/** A token for one sandbox. Who has it may do in it what its scopes say, until it expires or the sandbox ends. */
+export interface AccessToken {
+  token: string;
+  sandbox: string;
+  scopes: string[];
+  expiresAt: number;
+}
+
 export interface TakeBody {
   name?: string | null;
   tags?: string[];
@@ -672,16 +707,18 @@ export interface ProbeBody {
   everyS?: number;
 }
 
-/** How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`. */
+/** How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`. `at_timeout` is what the end of `timeout_s` does: delete, or suspend. One that it suspended has no end until it is needed again, and then a new life as long as the last; where policy limits lives, suspension is one more of them. */
 export interface Ladder {
   pauseAfterS: number | null;
   archiveAfterS: number | null;
+  atTimeout: "archive" | "delete" | "pause";
 }
 
-/** How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`. */
+/** How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`. `at_timeout` is what the end of `timeout_s` does: delete, or suspend. One that it suspended has no end until it is needed again, and then a new life as long as the last; where policy limits lives, suspension is one more of them. */
 export interface LadderBody {
   pauseAfterS?: number | null;
   archiveAfterS?: number | null;
+  atTimeout?: "archive" | "delete" | "pause";
 }
 
 export interface RestoreBody {
@@ -950,6 +987,8 @@ export const shapes: Record<string, Record<string, string>> = {
   Code: {},
   Ran: { error: "CodeError" },
   CodeError: {},
+  CodeStart: {},
+  CodeText: {},
   CreateContext: {},
   ContextInfo: {},
   Contexts: { contexts: "[]ContextInfo" },
@@ -997,6 +1036,8 @@ export const shapes: Record<string, Record<string, string>> = {
   Sandboxes: { sandboxes: "[]SandboxInfo" },
   Extend: {},
   SandboxUsage: {},
+  NewToken: {},
+  AccessToken: {},
   Take: {},
   SnapshotInfo: { spec: "SandboxSpec" },
   SandboxSpec: { resources: "Resources", volumes: "{}Mount", startup: "[]Action", ladder: "Ladder" },
