@@ -41,6 +41,7 @@ export const codes = {
   image_too_large: ["InvalidInput", false],
   file_too_large: ["InvalidInput", false],
   body_too_large: ["InvalidInput", false],
+  body_type_refused: ["InvalidInput", false],
   head_too_large: ["InvalidInput", false],
   url_too_long: ["InvalidInput", false],
   request_too_slow: ["InvalidInput", true],
@@ -147,6 +148,42 @@ export interface Fault {
   details: Record<string, unknown>;
 }
 
+export interface Lines {
+  nextCursor: string | null;
+  lines: Line[];
+}
+
+/** One act, in the chain of its segment. */
+export interface Line {
+  segment: string;
+  seq: number;
+  time: number;
+  kind: string;
+  actor: string | null;
+  sandbox: string | null;
+  outcome: string | null;
+  data: Record<string, unknown>;
+  prev: string | null;
+  hash: string | null;
+}
+
+export interface Report {
+  segments: number;
+  lines: number;
+  signed: number;
+  head: string;
+  damaged: boolean;
+  findings: Finding[];
+}
+
+export interface Finding {
+  kind: "appended" | "edited" | "removed" | "reordered" | "torn" | "truncated" | "unlisted" | "unsigned" | "wrong_key";
+  segment: string;
+  line: number;
+  words: string;
+  damage: boolean;
+}
+
 export interface CodeBody {
   code: string;
   context?: string | null;
@@ -195,6 +232,7 @@ export interface ContextInfo {
 }
 
 export interface Contexts {
+  nextCursor: string | null;
   contexts: ContextInfo[];
 }
 
@@ -278,6 +316,7 @@ export interface ExecutionInfo {
 }
 
 export interface Executions {
+  nextCursor: string | null;
   executions: ExecutionInfo[];
 }
 
@@ -333,6 +372,7 @@ export interface FileInfo {
 }
 
 export interface WireFiles {
+  nextCursor: string | null;
   files: FileInfo[];
 }
 
@@ -359,9 +399,57 @@ export interface FileEvent {
   path: string;
 }
 
-export interface Events {
-  events: (Record<string, unknown>)[];
+export interface Images {
   nextCursor: string | null;
+  images: ImageInfo[];
+}
+
+/** An image that is unpacked here. Its `digest` is its name for good; a reference may come to mean another. */
+export interface ImageInfo {
+  reference: string;
+  digest: string;
+  kind: "archive" | "directory" | "layout" | "recipe" | "registry";
+  sizeBytes: number;
+  createdAt: number;
+  lastUsedAt: number;
+  inUse: boolean;
+  env: Record<string, string>;
+  user: string;
+  workingDir: string;
+  entrypoint: string[];
+  cmd: string[];
+}
+
+export interface PullBody {
+  reference: string;
+}
+
+/** One word about an image that is being made: a step begins, a line of its log, or it is done. */
+export interface ImageProgress {
+  kind: "done" | "log" | "step";
+  text: string;
+  step: number;
+  steps: number;
+  cached: boolean;
+  image: ImageInfo | null;
+}
+
+export interface BuildBody {
+  recipe: Record<string, unknown>;
+}
+
+export interface Events {
+  nextCursor: string | null;
+  events: JournalEvent[];
+}
+
+/** One thing that happened. `data` depends on the kind. */
+export interface JournalEvent {
+  seq: number;
+  kind: string;
+  sandbox: string | null;
+  time: number;
+  data: Record<string, unknown>;
 }
 
 export interface Health {
@@ -438,7 +526,58 @@ export interface ChangeBody {
   network: Record<string, unknown>;
 }
 
+/** What a sandbox would be asked for with: a profile or a mode, and rules of its own. */
+export interface RulesBody {
+  profile?: string | null;
+  mode?: string | null;
+  policy?: Record<string, unknown>;
+}
+
+/** What to explain, for a sandbox that exists or for one that would be asked for so. */
+export interface ExplainBody {
+  profile?: string | null;
+  mode?: string | null;
+  policy?: Record<string, unknown>;
+  kind: "env" | "host" | "path" | "secret";
+  target: string;
+  sandbox?: string | null;
+  write?: boolean;
+  method?: string | null;
+  path?: string | null;
+}
+
+/** An answer. `field` is the list or word of the policy that holds the rule; empty for what no policy decides. */
+export interface Explanation {
+  verdict: "allow" | "deny";
+  rule: string;
+  field: string;
+  source: string;
+  reason: string;
+}
+
+export interface RuleBody {
+  rule: string;
+}
+
+/** A connection that waits until somebody says whether it may be made. The first of a series has no id: from then on questions come. */
+export interface Question {
+  id: string;
+  sandbox: string;
+  host: string;
+  port: number;
+  protocol: string;
+  rule: string;
+  execution: string | null;
+  timeoutS: number;
+}
+
+export interface AnswerBody {
+  answer: "deny" | "once" | "sandbox";
+  reason?: string;
+}
+
 export interface PoliciesSecrets {
+  nextCursor: string | null;
   secrets: SecretInfo[];
 }
 
@@ -559,8 +698,8 @@ export interface Limit {
 }
 
 export interface Sandboxes {
-  sandboxes: SandboxInfo[];
   nextCursor: string | null;
+  sandboxes: SandboxInfo[];
 }
 
 export interface ExtendBody {
@@ -587,6 +726,36 @@ export interface AccessToken {
   sandbox: string;
   scopes: string[];
   expiresAt: number;
+}
+
+export interface Changes {
+  nextCursor: string | null;
+  changes: FileChange[];
+}
+
+/** One difference between a workspace and the layer above it. */
+export interface FileChange {
+  kind: "added" | "modified" | "moved" | "removed";
+  path: string;
+  type: "directory" | "file" | "special" | "symlink";
+  size: number;
+  refused: string | null;
+}
+
+export interface ApplyBody {
+  paths?: string[] | null;
+}
+
+export interface Applied {
+  paths: string[];
+}
+
+/** What a sandbox did to the workspace's control files, in words for the person who looks at it. */
+export interface WorkspaceReport {
+  controlFilesChanged: string[];
+  configMerged: string[];
+  configDropped: string[];
+  warnings: string[];
 }
 
 export interface TakeBody {
@@ -726,20 +895,8 @@ export interface RestoreBody {
 }
 
 export interface Snapshots {
+  nextCursor: string | null;
   snapshots: SnapshotInfo[];
-}
-
-export interface Changes {
-  changes: FileChange[];
-}
-
-/** One difference between a workspace and the layer above it. */
-export interface FileChange {
-  kind: "added" | "modified" | "moved" | "removed";
-  path: string;
-  type: "directory" | "file" | "special" | "symlink";
-  size: number;
-  refused: string | null;
 }
 
 /** A named starting point. Its version is its content: equal bodies have equal versions, whatever they are called. */
@@ -799,6 +956,7 @@ export interface TemplateInfo {
 }
 
 export interface Templates {
+  nextCursor: string | null;
   templates: TemplateInfo[];
 }
 
@@ -870,6 +1028,7 @@ export interface Condition {
 }
 
 export interface Pools {
+  nextCursor: string | null;
   pools: PoolInfo[];
 }
 
@@ -952,7 +1111,12 @@ export interface ClaimInfo {
 }
 
 export interface Claims {
+  nextCursor: string | null;
   claims: ClaimInfo[];
+}
+
+export interface Swept {
+  swept: string[];
 }
 
 /** A named directory that outlives sandboxes. */
@@ -978,12 +1142,17 @@ export interface VolumeInfo {
 }
 
 export interface Volumes {
+  nextCursor: string | null;
   volumes: VolumeInfo[];
 }
 
 export const shapes: Record<string, Record<string, string>> = {
   Failure: { error: "Fault" },
   Fault: {},
+  Lines: { lines: "[]Line" },
+  Line: {},
+  Report: { findings: "[]Finding" },
+  Finding: {},
   Code: {},
   Ran: { error: "CodeError" },
   CodeError: {},
@@ -1013,7 +1182,13 @@ export const shapes: Record<string, Record<string, string>> = {
   Made: {},
   Count: {},
   FileEvent: {},
-  Events: {},
+  Images: { images: "[]ImageInfo" },
+  ImageInfo: {},
+  Pull: {},
+  ImageProgress: { image: "ImageInfo" },
+  Build: {},
+  Events: { events: "[]JournalEvent" },
+  JournalEvent: {},
   Health: {},
   Merged: { files: "NounsFiles", network: "Network", syscalls: "Calls", limits: "Limits", environment: "Environment", secrets: "NounsSecrets", isolation: "Least" },
   NounsFiles: {},
@@ -1024,6 +1199,12 @@ export const shapes: Record<string, Record<string, string>> = {
   NounsSecrets: {},
   Least: {},
   Change: {},
+  Rules: {},
+  Explain: {},
+  Explanation: {},
+  Rule: {},
+  Question: {},
+  Answer: {},
   PoliciesSecrets: { secrets: "[]SecretInfo" },
   SecretInfo: {},
   PutSecret: { secret: "Secret" },
@@ -1038,6 +1219,11 @@ export const shapes: Record<string, Record<string, string>> = {
   SandboxUsage: {},
   NewToken: {},
   AccessToken: {},
+  Changes: { changes: "[]FileChange" },
+  FileChange: {},
+  Apply: {},
+  Applied: {},
+  WorkspaceReport: {},
   Take: {},
   SnapshotInfo: { spec: "SandboxSpec" },
   SandboxSpec: { resources: "Resources", volumes: "{}Mount", startup: "[]Action", ladder: "Ladder" },
@@ -1048,8 +1234,6 @@ export const shapes: Record<string, Record<string, string>> = {
   Ladder: {},
   Restore: {},
   Snapshots: { snapshots: "[]SnapshotInfo" },
-  Changes: { changes: "[]FileChange" },
-  FileChange: {},
   TemplateSpec: { resources: "Resources", volumes: "{}Mount", startup: "[]Action", ladder: "Ladder" },
   TemplateInfo: { spec: "TemplateSpec" },
   Templates: { templates: "[]TemplateInfo" },
@@ -1063,6 +1247,7 @@ export const shapes: Record<string, Record<string, string>> = {
   Requirements: { resources: "Resources" },
   ClaimInfo: { spec: "ClaimSpec", conditions: "[]Condition" },
   Claims: { claims: "[]ClaimInfo" },
+  Swept: {},
   VolumeSpec: {},
   VolumeInfo: { spec: "VolumeSpec", limit: "Limit" },
   Volumes: { volumes: "[]VolumeInfo" },
