@@ -27,6 +27,7 @@ DENIALS = st.builds(
 BY_TYPE = {
     "str": ANY_TEXT,
     "str | None": st.none() | TEXT,
+    "str | msgspec.UnsetType": st.just(msgspec.UNSET) | TEXT,
     "float": FLOAT,
     "float | None": st.none() | FLOAT,
     "int": INT,

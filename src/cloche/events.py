@@ -18,6 +18,7 @@ Whoever adds an act adds its kind here, in the past tense, and says what its out
 
 from __future__ import annotations
 
+import re
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -40,6 +41,30 @@ caller: ContextVar[str] = ContextVar("caller")
 """Who asks, in the course of one request; set where callers are told apart. Without it, it is the engine's own user."""
 
 
+class Trace(NamedTuple):
+    """Where in a caller's trace a request stands (W3C Trace Context)."""
+
+    id: str
+    parent: str
+    """The header as it goes on: `00-<trace>-<span>-<flags>`."""
+
+
+trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
+"""The trace that a request belongs to, if its caller said so."""
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[\x21-\x7e]*)?")
+
+
+def read_trace(header: str | None) -> Trace | None:
+    """What a `traceparent` says. One that is not well formed counts as none, as the standard wants it: a trace is no reason to refuse."""
+    found = _TRACEPARENT.fullmatch(header) if header is not None and len(header) <= 512 else None
+    if found is None or found[1] == "ff" or not found[2].strip("0") or not found[3].strip("0"):
+        return None
+    if found[1] == "00" and found[5] is not None:
+        return None
+    return Trace(found[2], f"00-{found[2]}-{found[3]}-{found[4]}")
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """What all events say: which sandbox (None before there is one), when, and who caused it."""
 
@@ -48,6 +73,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Seconds since 1970: for readers. Order is the journal's sequence number, never this."""
     actor: str
     """Who caused it, in a word: `uid:1000`, `key:ci`, `key:ci@tenant`, `engine`, `guest`, `sweeper`."""
+    trace: str | msgspec.UnsetType = msgspec.UNSET
+    """The trace of the request behind it, if its caller has one."""
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:

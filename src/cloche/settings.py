@@ -178,6 +178,10 @@ class Server(Group, frozen=True, kw_only=True):
     """The network of a sandbox that an E2B client makes without saying anything about it. E2B's is open; `off` lets out only who
     asks. The operator's policy holds either way."""
 
+    log: Literal["text", "json"] = "text"
+    """How the server writes to standard error: `text`, what goes wrong, for people; `json`, one line of JSON for that and for every
+    request, with its id, operation, status, time, key, client and trace. Neither has bodies, queries or keys in it."""
+
     drain_s: Seconds = 10
     """Seconds that requests under way get to finish when the server is told to stop."""
 

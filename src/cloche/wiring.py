@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cloche import engine, events, interfaces, model, policy, settings, store
 from cloche.drivers import namespaces, spawning
 from cloche.guest import interpreter, shells
 from cloche.linux import processes
+
+if TYPE_CHECKING:
+    from cloche.measures import Measures
 
 # What few commands use is imported when it is used: the first `cloche run` pays for every line that is loaded here.
 
@@ -177,6 +180,7 @@ def make_engine(
     once: bool = False,
     launch: spawning.Launch | None = None,
     config: settings.Settings | None = None,
+    measures: Measures | None = None,
 ) -> engine.Engine:
     """An engine on this machine's state directory. Must be called in the event loop that it will live in.
 
@@ -200,5 +204,6 @@ def make_engine(
         policies=settings.PolicyFiles(config, environment),
         where=where,
         audit=_audit(config, who, once=once),
+        measures=measures,
         warm=config.keeper.warm_sandboxes if warm else 0,
     )

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import httpx
 import pytest
@@ -39,7 +39,7 @@ def argv(*words: str) -> list[str]:
     return [sys.executable, "-I", "-c", BOOT, *words]
 
 
-def serve(home: Path, *words: str, settings: str = "") -> Served:
+def serve(home: Path, *words: str, settings: str = "", stderr: IO[str] | None = None) -> Served:
     (home / "c/cloche").mkdir(parents=True, exist_ok=True)
     (home / "c/cloche/settings.toml").write_text(settings)
     environment = {
@@ -47,8 +47,8 @@ def serve(home: Path, *words: str, settings: str = "") -> Served:
         "XDG_CONFIG_HOME": str(home / "c"),
     }  # fmt: skip
     process = subprocess.Popen(
-        argv("serve", "--port", "0", "--json", *words), env=environment, stdout=subprocess.PIPE, text=True
-    )
+        argv("serve", "--port", "0", "--json", *words), env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
+    )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, "the server did not start"

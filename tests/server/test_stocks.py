@@ -139,7 +139,7 @@ def test_metrics_need_their_scope_and_count(served, http):
     claim = http.post("/v1/claims", json={"pool": "metered"}).json()
     with served.client(watcher) as client:
         text = client.get("/metrics").text
-    assert 'cloche_claim_seconds_count{pool="metered"} 1' in text
+    assert 'cloche_pool_claim_seconds_count{pool="metered"} 1' in text
     hits, misses = (
         int(line.rpartition(" ")[2])
         for name in ("hits", "misses")

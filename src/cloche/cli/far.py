@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from cloche import errors
+from cloche import __version__, errors
 
 _CHUNK = 1 << 18
 _OPEN_S = 15.0
@@ -27,6 +27,7 @@ def connect(url: str, api_key: str | None) -> socket.socket:
         far = open_socket(
             address,
             additional_headers=headers,
+            user_agent_header=f"cloche-cli/{__version__}",
             max_size=None,
             open_timeout=_OPEN_S,
             proxy=None,

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from cloche import errors, settings, wiring
+from cloche import errors, measures, settings, wiring
 from cloche.cli import keeper as process
 from cloche.cli import talk
 from cloche.drivers import spawning
@@ -45,12 +45,22 @@ def execute(verb: str, chosen: argparse.Namespace) -> int:
             f"{config.home} is held by {_holder(config.home)}",
             hint="`cloche gc --restart` ends a keeper without sandboxes; or set CLOCHE_HOME to another directory",
         )
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="cloche: %(message)s")
+    _open_log(config.server.log)
     try:
         asyncio.run(_serve(config, chosen.socket or config.socket_path, as_json=chosen.json))
     finally:
         os.close(lock)
     return 0
+
+
+def _open_log(kind: str) -> None:
+    from cloche.server import logs
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logs.Json() if kind == "json" else logs.Text())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    for chatty in ("uvicorn.error", "mcp", "httpx"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 def _holder(home: str) -> str:
@@ -63,7 +73,8 @@ def _holder(home: str) -> str:
 
 async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None:
     from cloche.compat import e2b
-    from cloche.server.http import connections, serving  # uvicorn and Starlette: only here
+    from cloche.server.http import connections, serving
+    from cloche.server.http.meters import Meters  # uvicorn and Starlette: only here
 
     watch = connections.Watch(connections.Limits.of(config.server, _raise_descriptors()))
     listener = serving.listen(config.server.host, config.server.port)
@@ -73,15 +84,20 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
         known.accept(config.api_key)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    engine = wiring.make_engine(os.environ, where=url, warm=True, config=config)
+    counted = measures.Measures()
+    engine = wiring.make_engine(os.environ, where=url, warm=True, config=config, measures=counted)
     access = tokens.AccessTokens(config.home, known)
     engine.make_token = access.issue
     await process.host(engine, config)
-    kept = keeper.Keeper(engine, engine, idle_exit_s=None, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(process.Complaints())
     tools = HttpFace(config)
+    meters = Meters(watch, counted)
+    kept = keeper.Keeper(
+        engine, engine, idle_exit_s=None, defaults=config.defaults,
+        observe=lambda call, code: meters.called(f"socket {call}", code),
+    )  # fmt: skip
     app = serving.make_app(
-        engine, known, config, faces={"/mcp": tools}, around=[e2b.Face], watch=watch, access=access
+        engine, known, config, faces={"/mcp": tools}, around=[e2b.Face], meters=meters, access=access
     )
     http = asyncio.ensure_future(serving.serve(app, listener, config, watch))
     http.add_done_callback(lambda _: kept.leave())

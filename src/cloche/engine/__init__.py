@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cloche import stock
     from cloche.engine import archiving, snapshots, stocking
     from cloche.engine import volumes as volume_shelf
+    from cloche.measures import Measures
 
 SUSPENSIONS = ("pause", "hibernate", "archive")
 _MOST_FORKS = 1000
@@ -88,6 +89,7 @@ class Engine(interfaces.Backend):
         where: str = "in process",
         clock: interfaces.Clock | None = None,
         audit: interfaces.Audit | None = None,
+        measures: Measures | None = None,
         warm: int = 0,
     ) -> None:
         self.where = where
@@ -109,13 +111,15 @@ class Engine(interfaces.Backend):
         self._creating = 0
         self._store = store
         self._audit = audit
-        self._journal = journal.Journal(store, audit)
+        self._measures = measures
+        self._journal = journal.Journal(store, audit, measures)
         self._networks = network.Networks(
             egress,
             self._secrets,
             asking.Asks(timeout_s=config.network.ask_timeout_s, webhook=webhook),
             self._journal,
             self._clock,
+            measures,
         )
         self._reaper = reaping.Reaper(
             self._clock, lambda: list(self._sandboxes.values()), self._expire, self._rest
@@ -137,7 +141,7 @@ class Engine(interfaces.Backend):
         self, spec: model.SandboxSpec, *, image: interfaces.Image | None = None
     ) -> model.SandboxInfo:
         """A running sandbox. An `image` that the caller holds stands for the spec's, for a step of a build."""
-        asked = spec
+        asked, begun = spec, time.perf_counter()
         spec = await self._accept(spec)
         start = None
         if spec.snapshot is not None:
@@ -172,6 +176,9 @@ class Engine(interfaces.Backend):
             if spec.full_name is not None:
                 self._coming.pop(spec.full_name).set()
         await self._publish(made)
+        made.ready_s = time.perf_counter() - begun
+        if self._measures is not None:
+            self._measures.created["cold" if made.id == sandbox_id else "warm"].observe(made.ready_s)
         if self._guesses and image is None:
             self._stock.guesses.used(wanted)
         return made.info(server=self.where, owner=self.owner)
@@ -1033,7 +1040,14 @@ class Engine(interfaces.Backend):
         await self._stock.delete_pool(name)
 
     async def claim(self, spec: stock.ClaimSpec) -> stock.ClaimInfo:
-        return await self._stock.claims.claim(spec)
+        begun = time.perf_counter()
+        info = await self._stock.claims.claim(spec)
+        made = self._sandboxes.get(info.sandbox or "")
+        if made is not None and made.ready_s is None:  # else it is the answer to the same claim again
+            made.ready_s = time.perf_counter() - begun
+            if self._measures is not None:
+                self._measures.claimed["warm" if info.warm else "cold"].observe(made.ready_s)
+        return info
 
     async def claim_info(self, name: str) -> stock.ClaimInfo:
         return await self._stock.claims.info(name)
@@ -1162,8 +1176,13 @@ class Engine(interfaces.Backend):
     async def _start(
         self, found: sandboxes.Sandbox, request: model.ExecRequest, *, to_end: bool = False
     ) -> execution.Execution:
+        begun = time.perf_counter()
         await self._networks.ready(found)
         running = await found.start(request, to_end=to_end)
+        if self._measures is not None:
+            self._measures.began()
+            if found.count == 1 and found.ready_s is not None:
+                self._measures.first_instruction.observe(found.ready_s + time.perf_counter() - begun)
         self._reaper.look_again(found)  # memory that is watched is watched while something runs
         shown = running.info()
         self._journal.append(
@@ -1186,13 +1205,24 @@ class Engine(interfaces.Backend):
         self, found: sandboxes.Sandbox, running: execution.Execution, future: asyncio.Future[model.ExecResult]
     ) -> None:
         self._reaper.look_again(found)
-        if future.cancelled() or future.exception() is not None:
+        lost = future.cancelled() or future.exception() is not None
+        if self._measures is not None:
+            self._measures.exited(None if lost else future.result(), running.first_output_s)
+        if lost:
             return
         result = future.result()
         now = self._clock.time()
+        trace = msgspec.UNSET if running.trace is None else running.trace.id
         for denial in result.denials:
             self._journal.append(
-                events.Denied(sandbox=found.id, time=now, actor="guest", denial=denial, execution=running.id)
+                events.Denied(
+                    sandbox=found.id,
+                    time=now,
+                    actor="guest",
+                    denial=denial,
+                    execution=running.id,
+                    trace=trace,
+                )
             )
         self._journal.append(
             events.Exited(
@@ -1205,6 +1235,7 @@ class Engine(interfaces.Backend):
                 timed_out=result.timed_out,
                 oom_killed=result.oom_killed,
                 duration_ms=result.duration_ms,
+                trace=trace,
             )
         )
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 
-from cloche import errors, interfaces, model, settings
+from cloche import errors, events, interfaces, model, settings
 from cloche.engine import output
 
 _CHUNK = 256 * 1024
@@ -43,6 +43,9 @@ class Execution:
         self.request = request
         self.pid = 0
         self.started_at = time.time()
+        self.trace = events.trace.get()
+        self.first_output_s: float | None = None
+        """Seconds from being asked for to the first byte of output."""
         self.result: asyncio.Future[model.ExecResult] = asyncio.get_running_loop().create_future()
         keep = request.output_limit or limits.output_limit_bytes
         self.log = output.Log(keep=keep, spool_limit=limits.log_limit_mib << 20, directory=directory)
@@ -184,6 +187,8 @@ class Execution:
                 with suppress(OSError):  # it was full: a command that writes much gets a larger one
                     fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
             self._on_use()
+            if self.first_output_s is None:
+                self.first_output_s = time.perf_counter() - self._began
             self.log.add(self._readers[fd], data)
             if self.log.backlog > _BACKLOG:
                 self._pause_reading()

@@ -13,15 +13,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from cloche import events, interfaces
 
+if TYPE_CHECKING:
+    from cloche.measures import Measures
+
+_NOBODY = ("engine", "guest", "sweeper")
 _DELAY_S = 0.2
 
 
 class Journal:
-    def __init__(self, store: interfaces.Store, audit: interfaces.Audit | None = None) -> None:
+    def __init__(
+        self,
+        store: interfaces.Store,
+        audit: interfaces.Audit | None = None,
+        measures: Measures | None = None,
+    ) -> None:
+        self._measures = measures
         self._store = store
         self._audit = audit
         self._audit_due = False
@@ -34,6 +46,12 @@ class Journal:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def append(self, event: events.AnyEvent) -> None:
+        # What nobody asked for at this moment happens in tasks that may have begun in somebody's request.
+        asked = None if event.actor in _NOBODY else events.trace.get()
+        if asked is not None and event.trace is msgspec.UNSET:
+            event = msgspec.structs.replace(event, trace=asked.id)
+        if self._measures is not None:
+            self._measures.take(event)
         if self._audit is not None:
             event = self._audit.masked(event)
             self.audit(event)

@@ -18,11 +18,15 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cloche import errors, events, interfaces, model, policy
 from cloche.engine import asking, files, journal, sandboxes
+
+if TYPE_CHECKING:
+    from cloche.measures import Measures
 
 _PATIENCE_S = 10.0
 _MOST_GRANTED = 1000
@@ -52,8 +56,10 @@ class Networks:
         asks: asking.Asks,
         record: journal.Journal,
         clock: interfaces.Clock,
+        measures: Measures | None = None,
     ) -> None:
         self._make = make
+        self._measures = measures
         self._secrets = secrets
         self.asks = asks
         self._journal = record
@@ -250,11 +256,16 @@ class Networks:
     # ── what the egress process says ────────────────────────────────────────────────────────────
 
     def _flow(self, flow: interfaces.Flow) -> None:
+        if flow.stage == "closed" and self._measures is not None:
+            self._measures.carried(flow.bytes_up, flow.bytes_down)
         sandbox = self._attached.get(flow.sandbox)
         if sandbox is None or flow.stage == "closed":
             return
         execution = sandbox.connected(flow.peer, flow.denial)
-        self._journal.append(self._event(flow, execution))
+        event = self._event(flow, execution)
+        if execution is not None and (asked := sandbox.execution(execution).trace) is not None:
+            event = msgspec.structs.replace(event, trace=asked.id)
+        self._journal.append(event)
         if flow.denial is not None and execution is None:
             self._journal.append(
                 events.Denied(sandbox=sandbox.id, time=self._clock.time(), actor="guest", denial=flow.denial)

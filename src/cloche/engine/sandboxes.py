@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from cloche import errors, interfaces, model, policy, settings
+from cloche import errors, events, interfaces, model, policy, settings
 from cloche.engine import contexts, execution
 from cloche.lifecycle import expiry, suspending
 
@@ -30,6 +30,9 @@ class Wanted(NamedTuple):
     spec: model.SandboxSpec
     rules: policy.Merged
     layers: tuple[policy.Layer, ...]
+
+
+_TRACE = "TRACEPARENT"
 
 
 class Sandbox:
@@ -53,6 +56,8 @@ class Sandbox:
         self.phase: model.Phase = "running"
         self.reason: str | None = None
         self.count = 0
+        self.ready_s: float | None = None
+        """Seconds from being asked for to being somebody's; None until that is known."""
         self.template_version = ""
         self.origin = spec
         """Its template as a spec, before anything was bound."""
@@ -191,6 +196,7 @@ class Sandbox:
                 hint="act as user='user'; `cloche policy show` says who set it",
             )  # fmt: skip
         await self.wake()
+        request = self._traced(request)
         made = execution.Execution(
             model.new_id(), request, self.machine, self._limits, self._directory, self.touch,
             together=to_end and not self._unfinished,  # else a denial might come before the pid it is known by
@@ -220,6 +226,17 @@ class Sandbox:
         if self.spec.user != "user" and request.user == "user":
             said["user"] = self.spec.user
         return msgspec.structs.replace(request, **said) if said else request
+
+    def _traced(self, request: model.ExecRequest) -> model.ExecRequest:
+        """With its caller's trace in the environment, unless that was set, or the policy lets no such variable in."""
+        asked = events.trace.get()
+        if asked is None or _TRACE in request.env or _TRACE in self.spec.env:
+            return request
+        try:
+            policy.check_environment(self.rules, (_TRACE,))
+        except errors.PolicyRefused:
+            return request
+        return msgspec.structs.replace(request, env={**request.env, _TRACE: asked.parent})
 
     def execution(self, execution_id: str) -> execution.Execution:
         try:

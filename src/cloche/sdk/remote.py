@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from cloche import errors, interfaces
+from cloche import __version__, errors, interfaces
 from cloche.sdk import local
 
 _PIECE = 1 << 19
@@ -29,6 +29,7 @@ async def connect(url: str, api_key: str | None) -> interfaces.Backend:
         socket = await open_socket(
             address,
             additional_headers=headers,
+            user_agent_header=f"cloche-python/{__version__}",
             max_size=None,
             open_timeout=_OPEN_S,
             proxy=None,

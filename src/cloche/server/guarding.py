@@ -97,6 +97,7 @@ class Guarded:
         self.where = backend.where
         self._backend = backend
         self._principal = principal
+        self._trace = events.trace.get()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = rpc.methods().get(name)
@@ -130,6 +131,7 @@ class Guarded:
     async def _admit(self, name: str, given: dict[str, Any]) -> None:
         """Check, in the caller's name; what is turned down here is on record like what the engine turns down."""
         events.caller.set(self._principal.actor)
+        events.trace.set(self._trace)
         try:
             await self._check(name, given)
         except errors.ClocheError as problem:

@@ -30,6 +30,7 @@ _HIGH_WATER = 1 << 20  # asyncio moves what is left to the front after every sen
 _SEND_BUFFER = 1 << 20
 _BACKLOG = 256
 _MAKING = ("create", "claim", "put_pool")
+_OWN = ("hello", "stop", "run")
 
 
 class Engine(Protocol):
@@ -42,6 +43,10 @@ class Engine(Protocol):
     def staying(self) -> int: ...
 
 
+Observe = Callable[[str, str], None]
+"""Told of every call that was answered: its name, and `ok` or the code of what went wrong."""
+
+
 class Keeper:
     """Listens, counts who is there, and leaves when nobody is."""
 
@@ -52,7 +57,9 @@ class Keeper:
         *,
         idle_exit_s: float | None,
         defaults: settings.Defaults | None = None,
+        observe: Observe | None = None,
     ) -> None:
+        self._observe = observe
         self._backend = backend
         self._engine = engine
         self._idle_exit_s = idle_exit_s
@@ -99,7 +106,7 @@ class Keeper:
         return self._engine.live
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(self._backend, writer, self._defaults, keeper=self)
+        connection = Connection(self._backend, writer, self._defaults, keeper=self, observe=self._observe)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._connections.add(connection)
         self.look_again()
@@ -142,9 +149,11 @@ class Connection:
         *,
         keeper: Keeper | None = None,
         before_each: Callable[[], None] = lambda: None,
+        observe: Observe | None = None,
     ) -> None:
         """`before_each` call: whether this client may still call; raises if not."""
         self._before_each = before_each
+        self._observe = observe
         self._backend = backend
         self._writer = writer
         self._defaults = defaults
@@ -188,20 +197,27 @@ class Connection:
         call.control.put_nowait(order)
 
     async def _serve(self, channel: int, body: bytes) -> None:
+        name, code = "unknown", "ok"
         try:
             self._before_each()
             call = rpc.decode_call(body)
+            name = call.method if call.method in rpc.methods() or call.method in _OWN else "unknown"
             if call.method not in ("hello", "stop"):
                 self._check_version(call)
             await self._answer(channel, call)
         except errors.ClocheError as problem:
+            code = problem.code
             self.fail(channel, problem)
         except asyncio.CancelledError:
+            code = "cancelled"
             raise
         except Exception as problem:
+            code = "internal_error"
             self.fail(channel, errors.error("internal_error", f"{type(problem).__name__}: {problem}"))
         finally:
             self._calls.pop(channel, None)
+            if self._observe is not None:
+                self._observe(name, code)
 
     def _check_version(self, call: rpc.Call) -> None:
         if call.protocol == framing.PROTOCOL and call.version in ("", __version__):

@@ -26,7 +26,7 @@ from starlette.websockets import WebSocket
 
 from cloche import errors, events, interfaces, model, rpc, settings
 from cloche.server.guarding import Principal, guard
-from cloche.server.http import doors, operations, reading, remembering, wire
+from cloche.server.http import doors, ledger, operations, reading, remembering, wire
 from cloche.server.refusals import record_refusal
 
 log = logging.getLogger("cloche.http")
@@ -49,10 +49,6 @@ class Call(NamedTuple):
         return body.spec(self.defaults, stay=stay)
 
 
-Observe = Callable[[str, str, int, float], None]
-"""Told of every answer: operation, principal's name, status, seconds."""
-
-
 class Answers:
     """The dispatcher: holds what all requests share, and makes Starlette's routes."""
 
@@ -62,13 +58,11 @@ class Answers:
         entrance: doors.Doors,
         config: settings.Settings,
         *,
-        observe: Observe = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._doors = entrance
         self._config = config
-        self._observe = observe
         self._rates = _Rates(config.server.requests_per_s, clock)
         self._remembered = remembering.Remembered(clock)
 
@@ -85,15 +79,14 @@ class Answers:
 
     def _endpoint(self, operation: operations.Operation) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            began = time.perf_counter()
-            request_id = reading.request_id(request.headers)
-            caller = "-"
+            entry = ledger.entry(request.scope)
+            entry.operation, request_id = operation.name, entry.request_id
             principal, backend = _PROBE, self._backend
             try:
                 self._doors.check_origin(request.headers)
                 if operation.scope is not None:
                     principal = self._doors.principal(request.headers)
-                    caller = principal.name
+                    entry.caller = principal.name
                     if principal.sandbox is None or operation.name != "get_sandbox":
                         principal.require(operation.scope)
                     self._rates.take(principal.payer or principal.name)
@@ -113,8 +106,6 @@ class Answers:
                     ),
                     request_id,
                 )
-            response.headers["X-Request-ID"] = request_id
-            self._observe(operation.name, caller, response.status_code, time.perf_counter() - began)
             return response
 
         return endpoint
@@ -123,8 +114,8 @@ class Answers:
         """Another protocol's application behind the same doors. It finds the engine as its caller may use it in `scope["cloche"]`."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            began = time.perf_counter()
-            request = Request(scope)
+            request, entry = Request(scope), ledger.entry(scope)
+            entry.operation = name
             principal, status = _PROBE, 0
 
             async def observed(message: Message) -> None:
@@ -136,23 +127,23 @@ class Answers:
             try:
                 self._doors.check_origin(request.headers)
                 principal = self._doors.principal(request.headers)
+                entry.caller = principal.name
                 self._rates.take(principal.payer or principal.name)
             except errors.ClocheError as problem:
                 self._turned_down(name, principal, problem)
-                await failure(problem, reading.request_id(request.headers))(scope, receive, observed)
+                await failure(problem, entry.request_id)(scope, receive, observed)
             else:
                 scope["cloche"] = guard(self._backend, principal)
                 try:
                     await face(scope, receive, observed)
                 except Exception:
-                    request_id = reading.request_id(request.headers)
+                    request_id = entry.request_id
                     log.exception("request %s of %s failed", request_id, name)
                     if not status:
                         words = f"something of ours failed; the log has request {request_id}"
                         await failure(errors.error("internal_error", words), request_id)(
                             scope, receive, observed
                         )
-            self._observe(name, principal.name, status, time.perf_counter() - began)
 
         return app
 
@@ -197,10 +188,12 @@ class Answers:
     def _enter(
         self, headers: Headers, what: str, who: Callable[[], Principal], *, rate: bool = True
     ) -> Principal:
-        principal = _PROBE
+        principal, entry = _PROBE, ledger.current()
+        entry.name_for(what)
         try:
             self._doors.check_origin(headers)
             principal = who()
+            entry.caller = principal.name
             if rate:
                 self._rates.take(principal.payer or principal.name)
         except errors.ClocheError as problem:
@@ -222,8 +215,7 @@ class Answers:
                 self._turned_down(
                     f"{scope.get('method', 'WEBSOCKET')} {scope['path'][:100]}", _PROBE, problem
                 )
-                response = failure(problem, request_id := reading.request_id(headers))
-                response.headers["X-Request-ID"] = request_id
+                response = failure(problem, ledger.entry(scope).request_id)
                 if scope["type"] == "http":
                     return await response(scope, receive, send)
                 return await WebSocket(scope, receive, send).close(4000 + response.status_code, problem.code)

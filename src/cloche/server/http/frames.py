@@ -21,7 +21,9 @@ _PIECE = 1 << 19
 _HIGH_WATER = 4 << 20
 
 
-async def connect(websocket: WebSocket, entrance: answering.Answers, config: settings.Settings) -> None:
+async def connect(
+    websocket: WebSocket, entrance: answering.Answers, config: settings.Settings, observe: keeper.Observe
+) -> None:
     """Serve one client until it leaves."""
     try:
         backend, each = entrance.open(websocket.headers, "connect")
@@ -35,8 +37,9 @@ async def connect(websocket: WebSocket, entrance: answering.Answers, config: set
     await websocket.accept()
     writer = Writer(websocket)
     serving = keeper.Connection(
-        backend, cast(asyncio.StreamWriter, writer), config.defaults, before_each=each
-    )
+        backend, cast(asyncio.StreamWriter, writer), config.defaults, before_each=each,
+        observe=lambda call, code: observe(f"websocket {call}", code),
+    )  # fmt: skip
     try:
         await serving.run(cast(asyncio.StreamReader, Reader(websocket)))
     finally:

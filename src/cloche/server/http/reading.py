@@ -16,10 +16,9 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from cloche import errors, model
+from cloche import errors
 from cloche.server.http import operations
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _TAG = re.compile(r'"([\x21\x23-\x7e]*)"')
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -28,12 +27,6 @@ _STEP = [1 if byte in b"[{" else -1 for byte in range(256)]
 _BOUND = re.compile(r"Expected `(int|float)` [<>]")
 _DEEPEST = 64
 _MOST_QUERIES = 50
-
-
-def request_id(headers: Headers) -> str:
-    """The caller's, if it is one that logs can hold; else a new one."""
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else model.new_id()
 
 
 def places(operation: operations.Operation, request: Request) -> dict[str, Any]:

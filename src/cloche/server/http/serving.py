@@ -21,7 +21,8 @@ from starlette.websockets import WebSocket
 
 from cloche import errors, interfaces, settings
 from cloche.server import jwt, keys, tokens
-from cloche.server.http import answering, connections, doors, frames, meters, openapi, origins, reading
+from cloche.server.http import answering, connections, doors, frames, ledger, openapi, origins
+from cloche.server.http.meters import MEDIA_TYPE, Meters
 from cloche.server.http.routes import TABLE
 
 _BACKLOG = 2048
@@ -34,7 +35,7 @@ def make_app(
     *,
     faces: Mapping[str, ASGIApp] | None = None,
     around: Sequence[Callable[..., ASGIApp]] = (),
-    watch: connections.Watch | None = None,
+    meters: Meters | None = None,
     access: tokens.AccessTokens | None = None,
 ) -> Starlette:
     """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
@@ -46,21 +47,24 @@ def make_app(
         foreign=jwt.Tokens(config.jwt) if config.jwt.enabled else None,
         access=access,
     )
-    counted = meters.Meters(watch)
-    answers = answering.Answers(backend, entrance, config, observe=counted.observe)
+    counted = meters or Meters()
+    answers = answering.Answers(backend, entrance, config)
 
     async def describe(request: Request) -> Response:
+        ledger.entry(request.scope).operation = "openapi"
         return Response(openapi.encoded(TABLE), media_type="application/json")
 
     async def metrics(request: Request) -> Response:
+        ledger.entry(request.scope).operation = "metrics"
         try:
             answers.admit(request.headers, "metrics", operator=True)
         except errors.ClocheError as problem:
-            return answering.failure(problem, reading.request_id(request.headers))
-        return Response(await counted.render(backend), media_type=meters.MEDIA_TYPE)
+            return answering.failure(problem, ledger.entry(request.scope).request_id)
+        return Response(await counted.render(backend), media_type=MEDIA_TYPE)
 
     async def connect(websocket: WebSocket) -> None:
-        await frames.connect(websocket, answers, config)
+        ledger.entry(websocket.scope).operation = "connect"
+        await frames.connect(websocket, answers, config, counted.called)
 
     async def unknown(request: Request, problem: Exception) -> Response:
         status = getattr(problem, "status_code", 404)
@@ -68,7 +72,7 @@ def make_app(
         words = f"{request.method} {request.url.path[:200]} is not something this server does"
         hint = "GET /openapi.json lists what it does"
         response = answering.failure(
-            errors.error(code, words, hint=hint), reading.request_id(request.headers)
+            errors.error(code, words, hint=hint), ledger.entry(request.scope).request_id
         )
         if status == 405:
             response.headers["Allow"] = ", ".join(sorted(_methods(app, request)))
@@ -92,6 +96,7 @@ def make_app(
     if config.server.origins:
         app.add_middleware(origins.Origins, origins=config.server.origins)
     app.add_middleware(answers.gate)
+    app.add_middleware(ledger.Ledger, observe=counted.observe, told=config.server.log == "json")
     return app
 
 
