@@ -69,6 +69,7 @@ ROWS: dict[str, Measurement] = {
     "row33": states.copies,
     "row34": states.paused,
     "row40": wires.mcp,
+    "row45": wires.e2b,
 }
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGE = os.path.join(_ROOT, "docs", "benchmarks.md")

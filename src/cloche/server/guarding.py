@@ -7,6 +7,7 @@ tenant's sandboxes: what it names is looked up first, and another tenant's is `s
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar, cast
@@ -86,6 +87,18 @@ class Principal(NamedTuple):
             )
 
 
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    """As `inspect.signature` of a bound method; it is asked for with every call, and takes longer than most checks."""
+    function = getattr(method, "__func__", None)
+    return inspect.signature(method) if function is None else _bound_signature(function)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound_signature(function: Callable[..., Any]) -> inspect.Signature:
+    whole = inspect.signature(function)
+    return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
 def guard(backend: interfaces.Backend, principal: Principal) -> interfaces.Backend:
     return cast(interfaces.Backend, Guarded(backend, principal))
 
@@ -103,7 +116,7 @@ class Guarded:
         method = rpc.methods().get(name)
         if method is None:
             raise AttributeError(name)
-        signature = inspect.signature(getattr(self._backend, name))
+        signature = _signature(getattr(self._backend, name))
 
         def call(*positional: Any, **named: Any) -> Any:
             given = dict(signature.bind(*positional, **named).arguments)

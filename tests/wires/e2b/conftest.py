@@ -56,9 +56,9 @@ class Raised(Exception):
 class Client:
     """A program that uses the SDK."""
 
-    def __init__(self, python: Path, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [python, "-c", WORKER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def __call__(self, source: str) -> Any:
@@ -107,7 +107,7 @@ def client_of(pair: str, served: server.Served, key: str | None = None) -> Clien
         "E2B_SANDBOX_URL": served.url,
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return Client(environment_of(pair), environment)
+    return Client([str(environment_of(pair)), "-c", WORKER], environment)
 
 
 @pytest.fixture(scope="session")

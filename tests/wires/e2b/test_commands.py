@@ -1,8 +1,12 @@
 """Commands and terminals through E2B's SDK."""
 
+import json
+import struct
+
 import httpx
 import pytest
 
+from tests.server import conftest as server
 from tests.wires.e2b.conftest import Client, Raised
 
 pytestmark = pytest.mark.timeout(900)
@@ -144,3 +148,53 @@ def test_async_commands(program: Client, box: str) -> None:
         answer = asyncio.run(main())
     """)
     assert told == [f"{n}\n" for n in range(5)]
+
+
+def test_who_waits_is_told_that_nothing_is_broken(program: Client, box: str, served: server.Served) -> None:
+    headers = {
+        "E2b-Sandbox-Id": box, "X-Access-Token": program("answer = box._envd_access_token"), "Keepalive-Ping-Interval": "1",
+        "Content-Type": "application/connect+json", "Connect-Protocol-Version": "1",
+    }  # fmt: skip
+    message = json.dumps({"process": {"cmd": "/bin/sleep", "args": ["600"]}, "unknown": 1}).encode()
+    body = struct.pack(">BI", 0, len(message)) + message
+    seen: list[str] = []
+    with (
+        httpx.Client(base_url=served.url, trust_env=False, timeout=50) as client,
+        client.stream("POST", "/process.Process/Start", content=body, headers=headers) as stream,
+    ):
+        buffer = b""
+        for part in stream.iter_raw():
+            buffer += part
+            while len(buffer) >= 5 and len(buffer) >= 5 + int.from_bytes(buffer[1:5], "big"):
+                size = 5 + int.from_bytes(buffer[1:5], "big")
+                seen += list(json.loads(buffer[5:size])["event"])
+                buffer = buffer[size:]
+            if "keepalive" in seen:
+                break
+    assert seen[0] == "start"
+    assert seen[-1] == "keepalive"
+    assert program("answer = [box.commands.kill(p.pid) for p in box.commands.list()]") == [True]
+
+
+def test_who_is_no_user_and_what_is_no_message(program: Client, box: str, served: server.Served) -> None:
+    headers = {"E2b-Sandbox-Id": box, "X-Access-Token": program("answer = box._envd_access_token")}
+    with httpx.Client(base_url=served.url, headers=headers, trust_env=False, timeout=50) as client:
+        stream = {"Content-Type": "application/connect+json"}
+        for content, word in (
+            (b"", "no message"),
+            (b"\x00\x00\x00\x00\x05{}", "ends within"),
+            (b"\x01\x00\x00\x00\x02{}", "compressed"),
+            (b"\x00\x00\x00\x00\x02[]", "not an object"),
+            (b"\x00\x7f\xff\xff\xff", "larger"),
+            (b"\x00\x00\x00\x00\x02{}", "cmd"),
+        ):
+            answer = client.post("/process.Process/Start", content=content, headers=stream)
+            assert (
+                answer.status_code == 200
+            )  # as the protocol has it: how a stream ended is in its last message
+            assert answer.content[0] == 2
+            assert word in json.loads(answer.content[5:])["error"]["message"]
+        for content in (b"[]", b"{", b'{"process": 1}'):
+            answer = client.post("/process.Process/SendSignal", content=content)
+            assert (answer.status_code, answer.json()["code"]) == (400, "invalid_argument")
+    assert program("answer = box.commands.list()") == []

@@ -1,63 +1,46 @@
-"""The JavaScript SDK, unmodified: one program, what it was told, and what became of it."""
+"""The JavaScript SDKs, unmodified: every call of the table, its effect through our own SDK, and the classes of what is raised."""
 
 import fcntl
 import json
 import os
-import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+import cloche
 from tests.server import conftest as server
-from tests.wires.e2b.conftest import PATIENCE_S, ROOT
+from tests.wires.e2b import table, table_js
+from tests.wires.e2b.conftest import PATIENCE_S, ROOT, Client, Raised
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 PACKAGES = ("e2b@2.51.0", "@e2b/code-interpreter@2.8.0")
-PROGRAM = """
+LEAST = 60
+WORKER = """
+import readline from 'node:readline'
+import * as e2b from 'e2b'
 import { Sandbox } from '@e2b/code-interpreter'
-const told = {}
-const raised = async (act) => { try { await act(); return 'nothing' } catch (problem) { return problem.name } }
-const box = await Sandbox.create({ timeoutMs: 600000, metadata: { purpose: 'of script' } })
-told.id = box.sandboxId
-told.failed = await raised(() => box.commands.run('exit 3'))
-told.slow = await raised(() => box.commands.run('sleep 300', { timeoutMs: 1000 }))
-told.ran = await box.commands.run('echo out; echo err >&2')
-const cat = await box.commands.run('cat', { background: true, stdin: true })
-await box.commands.sendStdin(cat.pid, 'x')
-told.listed = (await box.commands.list()).some((one) => one.pid === cat.pid)
-told.killed = await box.commands.kill(cat.pid)
-await box.files.write([{ path: 'a/b', data: 'hello' }, { path: 'c', data: 'y' }])
-told.made = [await box.files.makeDir('d'), await box.files.makeDir('d')]
-await box.files.rename('c', 'd/c')
-told.read = await box.files.read('a/b')
-told.missing = await raised(() => box.files.read('nothing'))
-let seen
-const happened = new Promise((resolve) => { seen = resolve })
-const watcher = await box.files.watchDir('d', (event) => seen([event.name, event.type]))
-await box.files.write('d/new', 'z')
-told.watched = await happened
-await watcher.stop()
-await box.runCode('x = 41')
-told.code = (await box.runCode('x + 1')).text
-told.context = (await box.createCodeContext({ cwd: '/tmp' })).cwd
-let shown = ''
-const terminal = await box.pty.create({ cols: 90, rows: 30, onData: (data) => { shown += new TextDecoder().decode(data) } })
-await box.pty.sendInput(terminal.pid, new TextEncoder().encode('stty size; exit\\n'))
-await terminal.wait()
-told.terminal = shown.includes('30 90')
-told.signed = await (await fetch(await box.downloadUrl('a/b'))).text()
-told.found = (await Sandbox.list({ query: { metadata: { purpose: 'of script' } } }).nextItems()).map((one) => one.sandboxId)
-told.paused = await box.betaPause()
-await box.connect({ timeoutMs: 600000 })
-told.state = (await box.getInfo()).state
-console.log(JSON.stringify(told))
+Object.assign(globalThis, { e2b, Sandbox })
+const Program = (async () => {}).constructor
+for await (const line of readline.createInterface({ input: process.stdin })) {
+  globalThis.answer = undefined
+  let told
+  try {
+    await new Program(JSON.parse(line))()
+    told = { answer: globalThis.answer ?? null }
+  } catch (problem) {
+    told = { raised: problem.name, words: String(problem.message), trace: String(problem.stack) }
+  }
+  process.stdout.write(JSON.stringify(told) + '\\n')
+}
 process.exit(0)
 """
 
 
 def packages() -> Path:
+    """Where the SDKs are installed; done once, by whoever comes first."""
     place = ROOT / ".cache" / "e2b" / "javascript"
     place.mkdir(parents=True, exist_ok=True)
     with open(place / "lock", "w") as lock:
@@ -75,11 +58,11 @@ def packages() -> Path:
     return place
 
 
-@pytest.mark.skipif(not shutil.which("npm"), reason="needs node and npm")
-def test_the_javascript_client(served: server.Served, http: httpx.Client) -> None:
+@pytest.fixture(scope="module")
+def script(served: server.Served) -> Iterator[Client]:
     place = packages()
-    program = place / f"program-{os.getpid()}.mjs"
-    program.write_text(PROGRAM)
+    worker = place / f"worker-{os.getpid()}.mjs"
+    worker.write_text(WORKER)
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(served.home),
@@ -87,22 +70,47 @@ def test_the_javascript_client(served: server.Served, http: httpx.Client) -> Non
         "E2B_API_URL": served.url,
         "E2B_SANDBOX_URL": served.url,
     }
+    made = Client(["node", str(worker)], environment)
     try:
-        ran = subprocess.run(
-            ["node", program], env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S
-        )
+        yield made
     finally:
-        program.unlink()
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
-    box = told.pop("id")
-    assert told.pop("ran") == {"exitCode": 0, "stdout": "out\n", "stderr": "err\n"}
-    assert told == {
-        "failed": "CommandExitError", "slow": "TimeoutError", "listed": True, "killed": True, "made": [True, False], "read": "hello",
-        "missing": "FileNotFoundError", "watched": ["new", "create"], "code": "42", "context": "/tmp", "terminal": True, "signed": "hello",
-        "found": [box], "paused": True, "state": "running",
-    }  # fmt: skip
-    there = http.get(f"/v1/sandboxes/{box}/files", params={"path": "/home/user/d/c"})
-    assert there.text == "y"
-    assert http.get(f"/v1/sandboxes/{box}").json()["labels"] == {"purpose": "of script"}
-    http.delete(f"/v1/sandboxes/{box}").raise_for_status()
+        made.close()
+        worker.unlink()
+
+
+@pytest.fixture(scope="module")
+def shared(script: Client) -> Iterator[str]:
+    yield script("box = await Sandbox.create({ timeoutMs: 3000000 }); answer = box.sandboxId")
+    script("await box.kill()")
+
+
+@pytest.mark.parametrize("case", table_js.TABLE, ids=[case.call for case in table_js.TABLE])
+def test_a_call_and_its_effect(
+    case: table.Case, script: Client, shared: str, served: server.Served, http: httpx.Client, monkeypatch
+) -> None:
+    monkeypatch.setenv("CLOCHE_API_KEY", served.key)
+    script("own = null")
+
+    def ours(sandbox: str) -> cloche.Sandbox:
+        return cloche.Sandbox.get(sandbox, server=served.url)
+
+    try:
+        answer = script(case.source)
+        assert case.effect(table.Seen(answer, ours(shared), ours, http, script)), answer
+    finally:
+        script("if (own) await own.kill()")
+
+
+@pytest.mark.parametrize(("name", "source"), table_js.ERRORS, ids=[source for _, source in table_js.ERRORS])
+def test_what_is_raised(name: str, source: str, script: Client, shared: str) -> None:
+    with pytest.raises(Raised) as caught:
+        script(source)
+    assert caught.value.name == name, caught.value
+
+
+def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [case.call for case in table_js.TABLE]
+    assert len(set(names)) == len(names)
+    with capsys.disabled():
+        print(f" {json.dumps(len(names))} calls of the JavaScript SDK ", end="")
+    assert len(names) >= LEAST

@@ -1,5 +1,8 @@
 """What E2B's clients are refused, and that each reason is told apart."""
 
+import tempfile
+from pathlib import Path
+
 import httpx
 import pytest
 
@@ -266,3 +269,58 @@ def data_plane(
     routing = {"E2b-Sandbox-Id": sandbox, "E2b-Sandbox-Port": str(port)}
     with httpx.Client(base_url=served.url, trust_env=False, timeout=50) as client:
         return client.request(method, path, headers={**routing, **(headers or {})})
+
+
+def test_who_asks_too_often_is_told_so_on_both_planes() -> None:
+    with tempfile.TemporaryDirectory(prefix="cl-") as home:
+        slow = server.serve(Path(home), settings="[server]\nrequests_per_s = 0.001\n")
+        visitor = client_of("newest", slow)
+        try:
+            visitor("from e2b import Sandbox\nbox = Sandbox.create(timeout=600)")
+            sources = (
+                "for _ in range(50): Sandbox.list().next_items()", "box.commands.run('true')", "box.files.read('a')",
+                "box.files.list('.')",
+            )  # fmt: skip
+            for source in sources:
+                assert refused(visitor, source).name == "RateLimitException"
+        finally:
+            visitor.close()
+            assert server.stop(slow) == 0
+
+
+def test_a_full_disk(program: Client, http: httpx.Client) -> None:
+    http.put("/v1/templates/tiny", json={"name": "tiny", "resources": {"disk_mib": 16}}).raise_for_status()
+    try:
+        program("own = Sandbox.create('tiny', timeout=600)")
+        full = refused(program, "own.files.write('big', b'x' * (32 << 20))")
+        assert full.name == "NotEnoughSpaceException"
+        assert program("own.files.write('small', 'x'); answer = own.files.read('small')") == "x"
+        program("own.kill()")
+    finally:
+        http.delete("/v1/templates/tiny").raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("InvalidArgumentException", "box.files.read('/tmp')"),
+        ("InvalidArgumentException", "box.files.list('/etc/hosts')"),
+        ("InvalidArgumentException", "box.files.make_dir('/etc/hosts')"),
+        ("FileNotFoundException", "box.files.list('nowhere')"),
+        ("FileNotFoundException", "box.files.get_info('nowhere')"),
+        ("FileNotFoundException", "box.files.rename('nowhere', 'there')"),
+        ("FileNotFoundException", "box.files.watch_dir('nowhere')"),
+        ("NotFoundException", "box.commands.connect(99999)"),
+        ("NotFoundException", "box.commands.send_stdin(99999, 'x')"),
+        ("AuthenticationException", "box.files.read('a', user='mallory')"),
+        ("SandboxException", "Sandbox.set_timeout('a' * 20, 100)"),
+        ("SandboxNotFoundException", "Sandbox.get_info('a' * 20)"),
+        ("SandboxNotFoundException", "Sandbox.connect('a' * 20)"),
+        ("SandboxException", "Sandbox.create(timeout=-1)"),
+    ],
+)
+def test_the_class_of_what_is_raised(program: Client, box: str, name: str, source: str) -> None:
+    problem = refused(program, source)
+    kinds = program(f"answer = [k.__name__ for k in getattr(e2b, {problem.name!r}, Exception).__mro__]")
+    assert name in (problem.name, *kinds), problem
+    assert problem.name == name or name == "SandboxException", problem

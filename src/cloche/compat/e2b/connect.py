@@ -126,6 +126,12 @@ async def _left(receive: Receive) -> None:
         pass
 
 
+def failed(fault: faults.Fault) -> Response:
+    """A stream that ends before it begins: its status is 200 all the same, and a client looks for the reason in its last envelope."""
+    end = {"error": {"code": fault.connect, "message": fault.message}}
+    return Response(envelope(end, _END), media_type=STREAM_TYPE)
+
+
 async def enveloped(events: AsyncIterator[dict[str, Any]], sandbox: str) -> AsyncIterator[bytes]:
     """Events as envelopes, and the last one; a failure is told there, in the words of `faults`."""
     end: dict[str, Any] = {}

@@ -102,7 +102,7 @@ class Face:
 
     async def _control(self, request: Request) -> Response:
         try:
-            route, places = control.find(request.method, request.url.path)
+            route, places = control.find(request.method, _path(request))
             key, backend = self._entrance.enter(request.headers, f"e2b {route.name}")
             if route.handler is None:
                 raise faults.missing(f"{route.name} ({route.method} {route.path})")
@@ -114,7 +114,7 @@ class Face:
     # ── the data plane ─────────────────────────────────────────────────────────────────────────────
 
     async def _data(self, request: Request, sandbox: str, port: int) -> Response:
-        path = request.url.path
+        path = _path(request)
         try:
             sandbox, backend = self._admit(request, sandbox, port)
             try:
@@ -136,13 +136,15 @@ class Face:
             if isinstance(problem, errors.ClocheError) and faults.is_gone(problem):
                 return faults.gone(sandbox)
             fault = _fault(problem)
+            if path in STREAMS and request.method == "POST":
+                return connect.failed(fault)
             return faults.as_connect(fault) if path in UNARY else faults.as_json(fault)
 
     def _admit(self, request: Request, sandbox: str, port: int) -> tuple[str, interfaces.Backend]:
         """By a token of the sandbox, a signed address, or a key."""
         headers, query = request.headers, request.query_params
-        what = f"e2b {request.method} {request.url.path[:100]}"
-        if "signature" in query and request.url.path == "/files" and port == ENVD:
+        what = f"e2b {request.method} {_path(request)[:100]}"
+        if "signature" in query and _path(request) == "/files" and port == ENVD:
             operation = {"GET": "read", "POST": "write"}.get(request.method, "")
             signer = self._state.signer(
                 [sandbox] if sandbox else self._state.ids(), query.get("path", ""), operation, query.get("username", ""),
@@ -214,6 +216,12 @@ async def _traffic(backend: interfaces.Backend, sandbox: str, port: int) -> Resp
     if result.exit_code != 0:
         return faults.closed(sandbox, port)
     return faults.as_json(faults.missing(f"traffic to port {port} of a sandbox"))
+
+
+def _path(request: Request) -> str:
+    """Not `request.url.path`, which first makes a whole address of it."""
+    path: str = request.scope["path"]
+    return path
 
 
 def _routed(headers: Headers) -> bool:

@@ -23,7 +23,7 @@ _NOT_HERE = ("javascript", "js", "typescript", "ts", "r", "java")
 _FORMS = {
     "text/plain": "text", "text/html": "html", "text/markdown": "markdown", "image/svg+xml": "svg", "image/png": "png",
     "image/jpeg": "jpeg", "application/pdf": "pdf", "text/latex": "latex", "application/json": "json",
-    "application/javascript": "javascript", "application/vnd.cloche.chart+json": "chart", "application/vnd.cloche.data+json": "data",
+    "application/javascript": "javascript", "application/vnd.cloche.chart+json": "chart", "application/vnd.cloche.table+json": "data",
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _result(found: dict[str, Any]) -> dict[str, Any]:
         elif mime != "main":
             extra[mime] = value
     text = made.get("text")
-    if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] == "'":
+    if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         made["text"] = text[1:-1]
     if extra:
         made["extra"] = extra

@@ -6,13 +6,18 @@ the rest. So it is translated, never merged:
 * everything denied (`0.0.0.0/0` in `denyOut`, or no internet access): our mode `rules`, with what `allowOut` names as the only targets;
 * else: our mode `open`, and the denied networks without the parts of them that `allowOut` names.
 
-Names in `allowOut` mean something only where everything else is denied, in E2B's rules too, which refuse the rest. What the mode `open` never
-reaches (private networks, metadata services) stays out of reach; the operator's ceiling holds above all of it.
+Names in `allowOut` mean something only where everything else is denied, in E2B's rules too, which refuse the rest. Private networks, loopback and
+metadata services are never reached by E2B's rules, whatever they allow: the mode `open` keeps them out by itself, and what `allowOut` names
+of them is left out of ours (refused, where nothing else is left of an entry). The operator's ceiling holds above all of it.
+
+One difference is left, and it is the stricter side: with everything denied, a *name* that `allowOut` does not have is refused even if its address is
+there. `test_network.py` holds the translation against an evaluator of E2B's rules.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +25,15 @@ import msgspec
 from cloche.compat.e2b import faults
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_EVERYTHING = ("0.0.0.0/0", "::/0")
+_EVERYTHING = ipaddress.ip_network("0.0.0.0/0")
+"""Allowed or denied, it means all there is: E2B's sandboxes know no other addresses."""
+_NEVER: tuple[_Network, ...] = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16",
+        "::/96", "::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "fc00::/7", "fe80::/10", "fec0::/10",
+    )
+)  # fmt: skip
 
 
 class Config(msgspec.Struct, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
@@ -47,9 +60,15 @@ def translate(config: Config, *, internet: bool | None = None) -> dict[str, Any]
             raise faults.missing(field)
     named = [entry for entry in config.allow_out if _network(entry) is None]
     allowed = [found for entry in config.allow_out if (found := _network(entry)) is not None]
+    for entry in allowed:
+        if not _without(entry, _NEVER):
+            words = f"allowOut names {str(entry)!r}: private networks are never reached by these rules"
+            raise faults.Fault(400, words, name="network_invalid")
     denied = [_address(entry) for entry in config.deny_out]
-    if internet is False or any(str(entry) in _EVERYTHING for entry in denied):
-        return _nothing_but([str(entry) for entry in allowed], named)
+    if _EVERYTHING in allowed:
+        return {"mode": "open", "allow": [], "deny": []}
+    if internet is False or _EVERYTHING in denied:
+        return _nothing_but(allowed, named)
     if named:
         raise faults.Fault(
             400,
@@ -60,10 +79,9 @@ def translate(config: Config, *, internet: bool | None = None) -> dict[str, Any]
     return {"mode": "open", "allow": [], "deny": left}
 
 
-def _nothing_but(networks: list[str], names: list[str]) -> dict[str, Any]:
-    if any(entry in _EVERYTHING for entry in networks):
-        return {"mode": "open", "allow": [], "deny": []}
-    allow = [*networks, *names]
+def _nothing_but(networks: list[_Network], names: list[str]) -> dict[str, Any]:
+    parts = [str(part) for network in networks for part in _without(network, _NEVER)]
+    allow = [*dict.fromkeys(parts), *names]
     return {"mode": "rules" if allow else "off", "allow": allow, "deny": []}
 
 
@@ -83,10 +101,10 @@ def _address(entry: str) -> _Network:
     return found
 
 
-def _without(denied: _Network, allowed: list[_Network]) -> list[_Network]:
-    """The parts of a network that no allowed one covers."""
-    parts: list[_Network] = [denied]
-    for hole in allowed:
+def _without(whole: _Network, holes: Sequence[_Network]) -> list[_Network]:
+    """The parts of a network that none of the others covers."""
+    parts: list[_Network] = [whole]
+    for hole in holes:
         rest: list[_Network] = []
         for part in parts:
             if part.version != hole.version or not part.overlaps(hole):
