@@ -45,8 +45,8 @@ def test_names_without_a_denied_rest_are_refused() -> None:
                 "rules",
                 [
                     f"{part}"
-                    for part in ipaddress.ip_network("168.0.0.0/6").address_exclude(
-                        ipaddress.ip_network("169.254.0.0/16")
+                    for part in ipaddress.IPv4Network("168.0.0.0/6").address_exclude(
+                        ipaddress.IPv4Network("169.254.0.0/16")
                     )
                 ],
                 [],
