@@ -25,7 +25,7 @@ NOUNS = {
     "image", "recipe",
     "apply", "argument", "audit", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
     "execution", "field", "file", "flag", "guest", "head", "host", "internal", "isolation", "kernel", "language", "launcher",
-    "limit", "link", "mode", "name", "network", "output", "path", "peer", "permission", "policy", "port", "profile", "question", "reader", "request", "sandbox", "secret", "secrets", "server",
+    "limit", "link", "mode", "name", "network", "output", "path", "peer", "permission", "policy", "port", "profile", "question", "quota", "reader", "request", "sandbox", "secret", "secrets", "server",
     "settings", "signal", "socket", "state", "template", "token", "url", "user", "wait", "workspace",
 }  # fmt: skip
 

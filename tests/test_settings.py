@@ -21,6 +21,7 @@ GROUPS = {
     "snapshots": settings.Snapshots,
     "server": settings.Server,
     "jwt": settings.Jwt,
+    "quotas": settings.Quotas,
     "mcp": settings.Mcp,
     "audit": settings.Audit,
     "images": settings.Images,

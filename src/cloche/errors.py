@@ -165,6 +165,7 @@ TABLE: dict[str, Face] = {
     "launcher_lost": Face(500, 125, -32603, "InternalError", retryable=True),
     # capacity
     "capacity_exceeded": _FULL,
+    "quota_exceeded": _FULL,
     "rate_exceeded": _FULL,
     "disk_full": Face(507, 125, -32603, "InsufficientStorage", retryable=True),
     "wait_timeout": Face(504, 125, -32603, "Timeout", retryable=True),
@@ -316,7 +317,7 @@ _CODES: dict[type[ClocheError], str] = {
     ),
     SandboxError: "sandbox_create_failed startup_failed sandbox_disk_full guest_misbehaved launcher_lost",
     SandboxLost: "sandbox_lost sandbox_expired context_lost",
-    CapacityExceeded: "capacity_exceeded rate_exceeded disk_full wait_timeout",
+    CapacityExceeded: "capacity_exceeded quota_exceeded rate_exceeded disk_full wait_timeout",
     NotSupported: "linux_only kernel_feature_missing needs_subuids not_supported_by_driver image_tool_missing",
     ServerUnavailable: (
         "server_unavailable server_version_mismatch server_busy server_stopping connection_lost reader_too_slow audit_unavailable network_unavailable "

@@ -153,6 +153,9 @@ class Server(Group, frozen=True, kw_only=True):
     """Requests a second that one key may send; `"none"` (the default) is without limit. Beyond it: `rate_exceeded` with
     `Retry-After`."""
 
+    burst: Positive | None = None
+    """Requests that one key may send at once before `requests_per_s` holds it; `"none"` (the default) is one second's worth."""
+
     write_timeout_s: Seconds = 30
     """Seconds that a reader of a stream may take nothing before it is cut. Its output stays in the log, to be read again from
     where it left."""
@@ -244,6 +247,46 @@ class Jwt(Group, frozen=True, kw_only=True):
     @property
     def enabled(self) -> bool:
         return self.issuer is not None
+
+
+class Quota(Group, frozen=True, kw_only=True):
+    """What one tenant may have, where it differs from the others; None leaves it to the group `quotas`."""
+
+    sandboxes: Count | None = None
+    cpus: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    memory_mib: Count | None = None
+    disk_mib: Count | None = None
+    creations_per_minute: Count | None = None
+
+
+class Quotas(Group, frozen=True, kw_only=True):
+    """What each tenant may have at a time. Callers without a tenant, the local ones among them, count as one more. Beyond a quota: `quota_exceeded`, which says which."""
+
+    sandboxes: Count | None = None
+    """Live sandboxes of one tenant, suspended ones included; members of a pool are nobody's until they are claimed. `"none"` (the default) is
+    without limit but `limits.max_sandboxes`, which holds for all together."""
+
+    cpus: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Processors that one tenant's sandboxes may have together, by their limits; `"none"` is without limit. Archived ones have none."""
+
+    memory_mib: Count | None = None
+    """MiB of memory that one tenant's sandboxes may have together, by their limits; `"none"` is without limit. Archived ones have none."""
+
+    disk_mib: Count | None = None
+    """MiB of disk that one tenant's sandboxes may have together, by their limits; `"none"` is without limit. Archived ones keep theirs."""
+
+    creations_per_minute: Count | None = None
+    """Sandboxes that one tenant may make within any minute, forks and claims included; `"none"` is without limit. Beyond it the answer has `Retry-After`."""
+
+    tenants: dict[str, Quota] = {}  # msgspec copies it
+    """Other quotas for one tenant, in a table `[quotas.tenants.NAME]`; `-` is who has no tenant. What such a table leaves out is as above."""
+
+    def of(self, tenant: str) -> Quota:
+        own = self.tenants.get(tenant or "-", Quota())
+        said = {name: getattr(own, name) for name in Quota.__struct_fields__}
+        return Quota(
+            **{name: getattr(self, name) if value is None else value for name, value in said.items()}
+        )
 
 
 Reach = Literal["off", "rules", "open"]
@@ -423,6 +466,7 @@ class Settings(Group, frozen=True, kw_only=True):
     snapshots: Snapshots = Snapshots()
     server: Server = Server()
     jwt: Jwt = Jwt()
+    quotas: Quotas = Quotas()
     mcp: Mcp = Mcp()
     audit: Audit = Audit()
     images: Images = Images()

@@ -10,8 +10,8 @@ import asyncio
 import builtins
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +35,7 @@ from cloche.lifecycle import suspending
 
 if TYPE_CHECKING:
     from cloche import stock
-    from cloche.engine import archiving, snapshots, stocking
+    from cloche.engine import archiving, quotas, snapshots, stocking
     from cloche.engine import volumes as volume_shelf
     from cloche.measures import Measures
 
@@ -154,27 +154,15 @@ class Engine(interfaces.Backend):
             self._adopt(spec.full_name)
         if spec.volumes and spec.full_name not in self._names:
             await self._volumes.check(spec.volumes)
+        besides = await self._besides(spec.tenant)
         while spec.full_name is not None and spec.full_name in self._names:
             if spec.full_name not in self._coming:
                 return self._same(asked)
             await self._coming[spec.full_name].wait()  # whoever asks for the same at once gets the same
         self._check_capacity()
-        sandbox_id = model.new_id()
-        if spec.full_name is not None:
-            self._names[spec.full_name] = sandbox_id
-            self._coming[spec.full_name] = asyncio.Event()
-        self._creating += 1
-        try:
-            made = await self._obtain(sandbox_id, wanted, start, image)
-            made.asked = asked
-            self._sandboxes[made.id] = made
-        except BaseException:
-            self._names.pop(spec.full_name or "", None)
-            raise
-        finally:
-            self._creating -= 1
-            if spec.full_name is not None:
-                self._coming.pop(spec.full_name).set()
+        # A step of a build is the engine's own.
+        with self._admit(spec.tenant, spec.resources, besides) if image is None else nullcontext():
+            made = await self._create(sandbox_id := model.new_id(), asked, wanted, start, image)
         await self._publish(made)
         made.ready_s = time.perf_counter() - begun
         if self._measures is not None:
@@ -182,6 +170,82 @@ class Engine(interfaces.Backend):
         if self._guesses and image is None:
             self._stock.guesses.used(wanted)
         return made.info(server=self.where, owner=self.owner)
+
+    async def _create(
+        self,
+        sandbox_id: str,
+        asked: model.SandboxSpec,
+        wanted: sandboxes.Wanted,
+        start: stock.SnapshotInfo | None,
+        image: interfaces.Image | None,
+    ) -> sandboxes.Sandbox:
+        """One more among the live; its name is taken from the first step on."""
+        name = wanted.spec.full_name
+        if name is not None:
+            self._names[name] = sandbox_id
+            self._coming[name] = asyncio.Event()
+        self._creating += 1
+        try:
+            made = await self._obtain(sandbox_id, wanted, start, image)
+            made.asked = asked
+            self._sandboxes[made.id] = made
+        except BaseException:
+            self._names.pop(name or "", None)
+            raise
+        finally:
+            self._creating -= 1
+            if name is not None:
+                self._coming.pop(name).set()
+        return made
+
+    # ── quotas ──────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def _quotas(self) -> quotas.Quotas | None:
+        """None without any: then nobody pays for them."""
+        if self.settings.quotas == settings.Quotas():
+            return None
+        from cloche.engine import quotas
+
+        def held(tenant: str) -> Iterator[quotas.Amounts]:
+            for found in self._sandboxes.values():
+                if found.spec.tenant == tenant:
+                    yield quotas.of(found.spec.resources, archived=found.phase == "archived")
+
+        return quotas.Quotas(self.settings.quotas, held, self._clock.monotonic)
+
+    async def _besides(self, tenant: str) -> builtins.list[tuple[str, model.Resources]]:
+        """What counts for a tenant and is not among the live: sandboxes that earlier engines archived."""
+        if self._quotas is None:
+            return []
+        left = await asyncio.to_thread(self._archive.orphans)
+        return [(info.id, spec.resources) for info, spec in left if spec.tenant == tenant]
+
+    def _admit(
+        self,
+        tenant: str,
+        resources: model.Resources,
+        besides: Sequence[tuple[str, model.Resources]],
+        *,
+        waking: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Room for one more among its tenant's, for as long as it is being made."""
+        if self._quotas is None:
+            return nullcontext()
+        from cloche.engine import quotas
+
+        left = [quotas.of(kept, archived=True) for id_, kept in besides if id_ not in self._sandboxes]
+        wanted = quotas.waking(resources) if waking else quotas.of(resources)
+        return self._quotas.admit(tenant, wanted, besides=left)
+
+    async def _check_quota(self, spec: model.SandboxSpec, count: int) -> None:
+        """Whether there is room for so many, before anything is done for them."""
+        if self._quotas is not None:
+            from cloche.engine import quotas
+
+            left = await self._besides(spec.tenant)
+            kept = [quotas.of(resources, archived=True) for _, resources in left]
+            self._quotas.check(spec.tenant, quotas.of(spec.resources), times=count, besides=kept)
 
     def _judge(
         self, spec: model.SandboxSpec, settled: tuple[tuple[policy.Layer, ...], policy.Merged] | None = None
@@ -691,7 +755,8 @@ class Engine(interfaces.Backend):
 
     async def _revive(self, found: sandboxes.Sandbox) -> None:
         """A machine for an archived sandbox, with its files."""
-        await self._renew(found, self._archive.place(found.id), "the sandbox was archived")
+        with self._admit(found.spec.tenant, found.spec.resources, (), waking=True):
+            await self._renew(found, self._archive.place(found.id), "the sandbox was archived")
         await self._unarchive(found)
         self._journal.append(events.Resumed(sandbox=found.id, time=self._clock.time(), actor=self._actor))
 
@@ -802,7 +867,9 @@ class Engine(interfaces.Backend):
         info = await self._shelf.find(snapshot)
         async with found.change():
             archived = found.phase == "archived"
-            await self._renew(found, self._shelf.place(info.id), f"it was set back to snapshot {info.id}")
+            room = self._admit(found.spec.tenant, found.spec.resources, (), waking=True)
+            with room if archived else nullcontext():
+                await self._renew(found, self._shelf.place(info.id), f"it was set back to snapshot {info.id}")
             found.snapshot = info.id
             if archived:
                 await self._unarchive(found)
@@ -854,6 +921,7 @@ class Engine(interfaces.Backend):
                 "limit_invalid", f"count is {count}; it must be 1 to {_MOST_FORKS}", field="count"
             )
         self._check_capacity(count)
+        await self._check_quota(found.spec, count)
         info = await self._keep(found)
         spec = msgspec.structs.replace(found.spec, name=None, snapshot=info.id)
         try:
@@ -1711,6 +1779,10 @@ class _House:
 
     async def end(self, sandbox: str, words: str) -> None:
         await self._engine._end(self._engine._find(sandbox), "asked", words)
+
+    async def admit(self, spec: model.SandboxSpec) -> AbstractContextManager[None]:
+        besides = await self._engine._besides(spec.tenant)
+        return self._engine._admit(spec.tenant, spec.resources, besides)
 
     def known(self, sandbox: str) -> bool:
         return sandbox in self._engine._sandboxes or sandbox in self._engine._ended

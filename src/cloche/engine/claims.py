@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -49,6 +49,8 @@ class House(Protocol):
     async def discard(self, made: sandboxes.Sandbox, words: str) -> None: ...
 
     async def end(self, sandbox: str, words: str) -> None: ...
+
+    async def admit(self, spec: model.SandboxSpec) -> AbstractContextManager[None]: ...
 
     def known(self, sandbox: str) -> bool: ...
 
@@ -164,17 +166,18 @@ class Claims:
         self._refuse_bound(spec)
         if pool is not None:
             pool.arrived()
-        made, cold_reason = await self._obtain(name, spec, pool, wanted, version)
-        try:
-            made.template_version = made.template_version or version
-            info = self._bound(name, spec, made, cold_reason)
-            if _durable(spec):
-                await asyncio.to_thread(self._store.put_claim, info, self._owner, "bound")
-            await self._house.publish(made)
-        except BaseException:
-            await self._house.discard(made, "its claim could not be recorded")
-            await self._undo(name, spec)
-            raise
+        with await self._house.admit(_most(wanted.spec, spec)):
+            made, cold_reason = await self._obtain(name, spec, pool, wanted, version)
+            try:
+                made.template_version = made.template_version or version
+                info = self._bound(name, spec, made, cold_reason)
+                if _durable(spec):
+                    await asyncio.to_thread(self._store.put_claim, info, self._owner, "bound")
+                await self._house.publish(made)
+            except BaseException:
+                await self._house.discard(made, "its claim could not be recorded")
+                await self._undo(name, spec)
+                raise
         self._remember(info)
         if pool is not None:
             pool.served((time.perf_counter() - begun) * 1000, warm=info.warm)
@@ -301,14 +304,11 @@ class Claims:
                 "sandbox_not_found", f"{reason}, and a new one of {spec.pool!r} would not meet them either",
                 hint=f"`cloche pool info {spec.pool}` lists its members",
             )  # fmt: skip
-        demanded: dict[str, Any] = {}
-        if least.minimum_isolation is not None:
-            levels = (wanted.minimum_isolation, least.minimum_isolation)
-            demanded["minimum_isolation"] = max(levels, key=model.LEVELS.index)
-        if least.resources is not None:
-            most = {f: max(getattr(wanted.resources, f), getattr(least.resources, f)) for f in _LIMITS}
-            demanded["resources"] = model.Resources(**most)
-        return msgspec.structs.replace(wanted, **demanded)
+        wanted = _most(wanted, spec)
+        if least.minimum_isolation is None:
+            return wanted
+        levels = (wanted.minimum_isolation, least.minimum_isolation)
+        return msgspec.structs.replace(wanted, minimum_isolation=max(levels, key=model.LEVELS.index))
 
     async def _intend(self, name: str, spec: stock.ClaimSpec, made: sandboxes.Sandbox) -> None:
         if _durable(spec):
@@ -454,6 +454,15 @@ def _asked(base: model.SandboxSpec, spec: stock.ClaimSpec) -> model.SandboxSpec:
     if spec.resources:
         said["resources"] = _limited(base.resources, spec.resources)
     return msgspec.structs.replace(base, **said)
+
+
+def _most(wanted: model.SandboxSpec, spec: stock.ClaimSpec) -> model.SandboxSpec:
+    """With at least the resources that are required."""
+    least = spec.requirements.resources
+    if least is None:
+        return wanted
+    most = {field: max(getattr(wanted.resources, field), getattr(least, field)) for field in _LIMITS}
+    return msgspec.structs.replace(wanted, resources=model.Resources(**most))
 
 
 def _limited(base: model.Resources, said: dict[str, float]) -> model.Resources:

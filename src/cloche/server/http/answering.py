@@ -63,7 +63,7 @@ class Answers:
         self._backend = backend
         self._doors = entrance
         self._config = config
-        self._rates = _Rates(config.server.requests_per_s, clock)
+        self._rates = _Rates(config.server.requests_per_s, config.server.burst, clock)
         self._remembered = remembering.Remembered(clock)
 
     def routes(self, table: operations.Table) -> list[Route]:
@@ -446,10 +446,11 @@ def _plain(details: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Rates:
-    """One bucket per caller, of one second's worth; None is without limit."""
+    """One bucket per caller, of one second's worth or as many as may come at once; None is without limit."""
 
-    def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
+    def __init__(self, per_s: float | None, burst: int | None, clock: Callable[[], float]) -> None:
         self._per_s = per_s
+        self._most = float(burst or max(1.0, per_s or 1.0))
         self._clock = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
@@ -457,15 +458,15 @@ class _Rates:
         if self._per_s is None:
             return
         now = self._clock()
-        left, since = self._buckets.pop(caller, (max(1.0, self._per_s), now))
-        left = min(max(1.0, self._per_s), left + (now - since) * self._per_s)
+        left, since = self._buckets.pop(caller, (self._most, now))
+        left = min(self._most, left + (now - since) * self._per_s)
         self._buckets[caller] = (left - 1 if left >= 1 else left, now)
         while len(self._buckets) > _MOST_CALLERS:
             self._buckets.popitem(last=False)
         if left < 1:
             raise errors.error(
                 "rate_exceeded",
-                f"the key {caller!r} sends more than {self._per_s:g} requests a second",
+                f"{caller!r} sends more than {self._per_s:g} requests a second",
                 hint="wait as long as Retry-After says",
                 retry_after_s=(1 - left) / self._per_s,
             )
