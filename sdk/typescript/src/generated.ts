@@ -110,6 +110,7 @@ export const codes = {
   guest_misbehaved: ["SandboxError", null],
   launcher_lost: ["SandboxError", true],
   capacity_exceeded: ["CapacityExceeded", true],
+  quota_exceeded: ["CapacityExceeded", true],
   rate_exceeded: ["CapacityExceeded", true],
   disk_full: ["CapacityExceeded", true],
   wait_timeout: ["CapacityExceeded", true],
