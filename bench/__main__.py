@@ -33,6 +33,7 @@ from bench import (  # noqa: E402
     plots,
     pools,
     records,
+    serving,
     setup,
     states,
     tables,
@@ -69,7 +70,12 @@ ROWS: dict[str, Measurement] = {
     "row33": states.copies,
     "row34": states.paused,
     "row40": wires.mcp,
-    "row45": wires.e2b,
+    "row41": wires.e2b,
+    "row43": serving.execute,
+    "row44": serving.first_byte,
+    "row45": serving.sustained,
+    "row46": serving.streams,
+    "row47": serving.memory,
 }
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGE = os.path.join(_ROOT, "docs", "benchmarks.md")
