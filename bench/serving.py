@@ -1,7 +1,6 @@
-"""Rows 41 to 47: `cloche serve` as its clients see it. The server is a process of its own; clients and server share the machine's cores.
+"""Rows 43 to 47: `cloche serve` as its clients see it. The server is a process of its own; clients and server share the machine's cores.
 
-Other people's clients run unmodified in an environment of their own below .cache; the rest speaks HTTP by hand, so that the
-figure is the server's and not a client library's. Beside them stands a bare Starlette application that answers with what it was sent,
+The client speaks HTTP by hand, so that the figure is the server's and not a client library's. Beside it stands a bare Starlette application that answers with what it was sent,
 served by the same uvicorn with the same parsers.
 """
 
@@ -23,10 +22,8 @@ from urllib.parse import urlsplit
 import cloche
 from bench import records, setup, throughput
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SERVE = 'import sys; sys.argv[0] = "cloche"; from cloche.cli.thin import main; sys.exit(main())'
 _START_S = 30.0
-_E2B = "e2b==2.63.0"
 _ECHO = """
 import asyncio, sys, uvicorn
 from starlette.applications import Starlette
@@ -37,40 +34,6 @@ async def echo(request):
     return Response(await request.body(), media_type="application/json")
 app = Starlette(routes=[Route("/echo", echo, methods=["POST"])])
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), http="httptools", log_level="error", access_log=False)
-"""
-_SEQUENTIAL = """
-import json, sys, time
-from e2b import Sandbox
-samples = []
-for number in range(int(sys.argv[1]) + 10):
-    before = time.perf_counter()
-    box = Sandbox.create(timeout=60)
-    said = box.commands.run("echo hello")
-    took = (time.perf_counter() - before) * 1e3
-    assert said.stdout == "hello\\n", said
-    box.kill()
-    time.sleep(0.05)
-    if number >= 10:
-        samples.append(took)
-print(json.dumps(samples))
-"""
-_BURST = """
-import asyncio, json, sys, time
-from e2b import AsyncSandbox
-async def one():
-    box = await AsyncSandbox.create(timeout=60)
-    said = await box.commands.run("echo hello")
-    assert said.stdout == "hello\\n", said
-    return box
-async def main():
-    await (await one()).kill()
-    await asyncio.sleep(float(sys.argv[2]))
-    before = time.perf_counter()
-    boxes = await asyncio.gather(*(one() for _ in range(int(sys.argv[1]))))
-    took = (time.perf_counter() - before) * 1e3
-    await asyncio.gather(*(box.kill() for box in boxes))
-    print(json.dumps([took]))
-asyncio.run(main())
 """
 
 
@@ -172,86 +135,6 @@ def _held(row: records.Row, served: Served) -> None:
     with cloche.Sandbox(server=f"unix:{served.socket}") as box:
         setup.hold(row, box.info())
     setup.close_engine()
-
-
-# ── other people's clients ─────────────────────────────────────────────────────────────────────────
-
-
-def e2b(bench: setup.Bench) -> list[records.Row]:
-    """Rows 41 and 42."""
-    one = records.Row(
-        key="row41", name="E2B's Python SDK, unmodified: create and first command, warm pool",
-        boundary="`Sandbox.create()` is called → `commands.run` has returned", subject=records.Series(name="cloche"),
-        bars=[records.Bar(value=15)], anchor="best public time to interactive 42 ms",
-    )  # fmt: skip
-    many = records.Row(
-        key="row42", name="the same, 100 at once", boundary="the first `create` is called → the last `commands.run` has returned",
-        subject=records.Series(name="cloche"), bars=[records.Bar(value=500)], anchor="public median of 100 at once 351 ms each",
-    )  # fmt: skip
-    python = bench.attempt("row41", _e2b_python)
-    if python is None:
-        return []
-    with serving(bench) as served:
-        _held(one, served)
-        many.held, many.whole = one.held, one.whole
-        environment = {
-            "PATH": os.environ["PATH"], "HOME": served.home, "E2B_API_KEY": served.key.replace("cl_", "e2b_"),
-            "E2B_API_URL": served.url, "E2B_SANDBOX_URL": served.url,
-        }  # fmt: skip
-
-        def run(program: str, *words: str) -> list[float]:
-            done = subprocess.run(
-                [python, "-c", program, *words],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=600,
-                check=False,
-            )
-            if done.returncode:
-                raise RuntimeError(done.stderr[-600:])
-            found: list[float] = json.loads(done.stdout)
-            return found
-
-        asyncio.run(_want(served, 12))
-        for sample in run(_SEQUENTIAL, str(bench.count(300))):
-            one.subject.add(sample)
-        asyncio.run(_want(served, 110))
-        for _ in range(bench.count(20) if bench.quick else 20):
-            asyncio.run(_want(served, 110))
-            many.subject.add(run(_BURST, "100", "3")[0])
-    one.notes.append(f"p99 {one.subject.p99:.1f} ms (bar 40 ms); client and server share the cores")
-    many.notes.append("the client is one process, whose own work is in the figure")
-    return [one, many]
-
-
-async def _want(served: Served, size: int) -> None:
-    """A pool of the default template with so many members ready."""
-    wire = Wire(served.url, served.key)
-    pools = json.loads(await wire.ask("GET", "/v1/pools"))["pools"]
-    if not any(pool["spec"]["name"] == "base" for pool in pools):
-        await wire.ask("PUT", "/v1/pools/base", {"template": "base", "size": size})
-    elif next(pool for pool in pools if pool["spec"]["name"] == "base")["spec"]["size"] != size:
-        await wire.ask("POST", "/v1/pools/base/scale", {"size": size})
-    deadline = time.monotonic() + 120
-    while json.loads(await wire.ask("GET", "/v1/pools/base"))["ready"] < size:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the pool did not fill to {size}")
-        await asyncio.sleep(0.1)
-    await wire.close()
-
-
-def _e2b_python() -> str:
-    place = os.path.join(_ROOT, ".cache", "e2b", "bench")
-    python = os.path.join(place, "bin", "python")
-    done = os.path.join(place, _E2B)
-    if not os.path.exists(done):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", _E2B]
-        if subprocess.run(install, check=False, capture_output=True).returncode:
-            raise LookupError(f"{_E2B} could not be installed")
-        open(done, "w").close()
-    return python
 
 
 # ── one request ────────────────────────────────────────────────────────────────────────────────────

@@ -28,7 +28,8 @@ from cloche.lifecycle import pools as planning
 _LOOK_DELAY_S = 0.003
 """A member that was taken is replaced a moment later: making one competes with the first command of the other."""
 _PAUSE_S = 0.02
-"""While more than half are ready, refilling waits for such a pause in the claims: a burst is answered first."""
+"""While more than one in `_RESERVE` is ready, refilling waits for such a pause in the claims: a burst is answered first."""
+_RESERVE = 4
 _MOST_TIMES = 10_000
 _MOST_USES = 500
 _USUAL_S = model.SandboxSpec().timeout_s  # what a policy lowers by itself; waiting does not count
@@ -129,7 +130,7 @@ class Pool:
         self._look_after_claims()
 
     def _look_after_claims(self) -> None:
-        if 2 * len(self._ready) <= self._state.size:
+        if _RESERVE * len(self._ready) <= self._state.size:
             self.look_soon()
             return
         if self._pause is not None:

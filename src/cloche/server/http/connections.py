@@ -20,12 +20,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from cloche import errors, model, rpc, settings
+from cloche.server.http import corking
 
 log = logging.getLogger("cloche.http")
 SLOWEST = 500
@@ -180,7 +181,7 @@ class Http(HttpToolsProtocol):
     # ── what comes ──────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, corking.Corked(transport, self.loop)))
         self._since = self.loop.time()
         if self.watch.enter(self, self._since):
             self.watch.waits(self)
