@@ -177,6 +177,16 @@ class Server(Group, frozen=True, kw_only=True):
     ping_s: Seconds = 20
     """Seconds between two pings on a WebSocket, and seconds that the client has to answer one before it counts as gone."""
 
+    domain: str = "localhost"
+    """The name below which every port of every sandbox has a name of its own: `<port>-<sandbox>.<domain>`. Browsers lead all names below
+    `localhost` to this machine; for another one a wildcard DNS record must. With a scheme (`https://preview.example.org`) preview links
+    begin with exactly that, as they must behind a proxy that ends TLS; else this server's port is added. Take a domain that nothing
+    else of yours is on: what listens in sandboxes may set cookies for it."""
+
+    port_timeout_s: Seconds = 120
+    """Seconds that what listens on a port of a sandbox may take to begin its answer to an HTTP request; then `wait_timeout`. Once it has
+    begun it may take for ever, as event streams do."""
+
     e2b_network: Literal["open", "off"] = "open"
     """The network of a sandbox that an E2B client makes without saying anything about it. E2B's is open; `off` lets out only who
     asks. The operator's policy holds either way."""

@@ -73,7 +73,7 @@ def _holder(home: str) -> str:
 
 async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None:
     from cloche.compat import e2b
-    from cloche.server.http import connections, serving
+    from cloche.server.http import connections, links, serving
     from cloche.server.http.meters import Meters  # uvicorn and Starlette: only here
 
     watch = connections.Watch(connections.Limits.of(config.server, _raise_descriptors()))
@@ -96,8 +96,17 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
         engine, engine, idle_exit_s=None, defaults=config.defaults,
         observe=lambda call, code: meters.called(f"socket {call}", code),
     )  # fmt: skip
+    signed = links.Links(config.home, links.base_url(config.server.domain, port))
+    engine.make_link = signed.make
     app = serving.make_app(
-        engine, known, config, faces={"/mcp": tools}, around=[e2b.Face], meters=meters, access=access
+        engine,
+        known,
+        config,
+        faces={"/mcp": tools},
+        around=[e2b.Face],
+        meters=meters,
+        access=access,
+        signed=signed,
     )
     http = asyncio.ensure_future(serving.serve(app, listener, config, watch))
     http.add_done_callback(lambda _: kept.leave())

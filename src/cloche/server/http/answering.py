@@ -147,10 +147,20 @@ class Answers:
 
         return app
 
-    def enter(self, headers: Headers, what: str) -> tuple[str, interfaces.Backend]:
-        """For other faces: the caller's key by name, and the backend as that caller may use it."""
-        principal = self._enter(headers, what, lambda: self._doors.principal(headers))
+    def enter(self, headers: Headers, what: str, own: str | None = None) -> tuple[str, interfaces.Backend]:
+        """For other faces: the caller's key by name, and the backend as that caller may use it. `own`: an origin whose pages may."""
+        principal = self._enter(headers, what, lambda: self._doors.principal(headers), own=own)
         return principal.name, guard(self._backend, principal)
+
+    def enter_as(
+        self, headers: Headers, principal: Principal, what: str, own: str | None = None
+    ) -> interfaces.Backend:
+        """For who is let in by something else than a key."""
+        return guard(self._backend, self._enter(headers, what, lambda: principal, own=own))
+
+    def observed(self, operation: str, status: int, seconds: float) -> None:
+        """For faces that answer by themselves."""
+        self._observe(operation, "-", status, seconds)
 
     def again(self, headers: Headers, key: str, what: str) -> interfaces.Backend:
         """The same for a caller who showed a token that a face gave out for a key: what that key may do now."""
@@ -186,12 +196,18 @@ class Answers:
         return problem
 
     def _enter(
-        self, headers: Headers, what: str, who: Callable[[], Principal], *, rate: bool = True
+        self,
+        headers: Headers,
+        what: str,
+        who: Callable[[], Principal],
+        *,
+        rate: bool = True,
+        own: str | None = None,
     ) -> Principal:
         principal, entry = _PROBE, ledger.current()
         entry.name_for(what)
         try:
-            self._doors.check_origin(headers)
+            self._doors.check_origin(headers, own)
             principal = who()
             entry.caller = principal.name
             if rate:

@@ -74,10 +74,11 @@ class Doors:
         of_sandbox = _OF_A_SANDBOX.fullmatch(name)
         return of_sandbox is not None and of_sandbox[1] in self._hosts
 
-    def check_origin(self, headers: Headers) -> None:
-        """The page that it comes from, if it is one. By what name we are called was looked at before any face was asked."""
+    def check_origin(self, headers: Headers, own: str | None = None) -> None:
+        """The page that it comes from, if it is one. By what name we are called was looked at before any face was asked. `own`: an
+        origin that is accepted besides those of the settings; "*" is any."""
         origin = headers.get("origin")
-        if origin is not None and origin not in self._origins:
+        if origin is not None and own not in (origin, "*") and origin not in self._origins:
             raise errors.error(
                 "peer_refused",
                 f"requests from web pages of {origin[:100]!r} are not accepted",
@@ -114,6 +115,12 @@ class Doors:
         if guest is None or (guest.expires_at is not None and guest.expires_at <= self._now()):
             raise errors.error("token_expired", "the token's time is over", hint="get a new one")
         return guest
+
+
+def name_of(headers: Headers) -> str:
+    """The name that the server was called by, without a port; empty for what is no name."""
+    matched = _HOST.fullmatch(headers.get("host", "").lower())
+    return matched[1] if matched else ""
 
 
 def _secret(headers: Headers) -> str:

@@ -21,7 +21,18 @@ from starlette.websockets import WebSocket
 
 from cloche import errors, interfaces, settings
 from cloche.server import jwt, keys, tokens
-from cloche.server.http import answering, connections, doors, frames, ledger, openapi, origins
+from cloche.server.http import (
+    answering,
+    connections,
+    doors,
+    frames,
+    ledger,
+    links,
+    openapi,
+    origins,
+    ports,
+    terminals,
+)
 from cloche.server.http.meters import MEDIA_TYPE, Meters
 from cloche.server.http.routes import TABLE
 
@@ -37,12 +48,14 @@ def make_app(
     around: Sequence[Callable[..., ASGIApp]] = (),
     meters: Meters | None = None,
     access: tokens.AccessTokens | None = None,
+    signed: links.Links | None = None,
 ) -> Starlette:
     """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
-    `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest."""
+    `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest. `signed`: preview links."""
+    domain = config.server.domain.rpartition("://")[2].partition(":")[0]
     entrance = doors.Doors(
         known,
-        hosts=config.server.hosts,
+        hosts=(*config.server.hosts, domain),
         origins=config.server.origins,
         foreign=jwt.Tokens(config.jwt) if config.jwt.enabled else None,
         access=access,
@@ -84,6 +97,7 @@ def make_app(
             Route("/openapi.json", describe, include_in_schema=False),
             Route("/metrics", metrics, include_in_schema=False),
             WebSocketRoute("/v1/connect", connect),
+            WebSocketRoute(terminals.PATH, _Application(terminals.Terminals(answers))),
             *(
                 Route(path, _Application(answers.mounted(path.strip("/"), face)), include_in_schema=False)
                 for path, face in (faces or {}).items()
@@ -91,6 +105,7 @@ def make_app(
         ],
         exception_handlers={404: unknown, 405: unknown},
     )
+    app.add_middleware(ports.Ports, entrance=answers, config=config, signed=signed)
     for wire in around:
         app.add_middleware(wire, entrance=answers, config=config)
     if config.server.origins:

@@ -256,6 +256,27 @@ class Count(Answer, frozen=True, kw_only=True):
     count: int
 
 
+# ── ports ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Ports(Answer, frozen=True, kw_only=True):
+    ports: tuple[model.PortInfo, ...]
+
+
+class MakeLink(Body, frozen=True, kw_only=True):
+    ttl_s: float = 3600
+    """Seconds that the link lives; at most a week."""
+
+
+def port(text: str) -> int:
+    """A port in a path."""
+    if not text.isascii() or not text.isdecimal() or len(text) > 6:
+        raise errors.error(
+            "argument_invalid", f"{text[:50]!r} is not a port", hint="ports are 1 to 65535", field="port"
+        )
+    return int(text)
+
+
 # ── contexts ───────────────────────────────────────────────────────────────────────────────────────
 
 
