@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 
-from cloche import Sandbox, Volume
+from cloche import ClocheError, Sandbox, Volume
 
 
 class Neighbour(http.server.BaseHTTPRequestHandler):
@@ -59,4 +59,25 @@ def volumes() -> list[str]:
     return found
 
 
-json.dump({"network": network(), "snapshots": snapshots(), "volumes": volumes()}, sys.stdout)
+def ports() -> list[str]:
+    with Sandbox() as box:
+        try:
+            box.connect(8000)
+            refused = ""
+        except ClocheError as problem:
+            refused = problem.code
+        serve = "import http.server as h; s = h.HTTPServer(('::1', 8000), h.SimpleHTTPRequestHandler)"
+        box.start(
+            ["python3", "-Ic", "import socket, http.server as h; h.HTTPServer.address_family = socket.AF_INET6; "
+             + serve + "; s.serve_forever()"]
+        )  # fmt: skip
+        while not box.ports():
+            pass
+        with box.connect(8000) as tunnel:
+            tunnel.write("HEAD / HTTP/1.0\r\n\r\n")
+            return [refused, tunnel.read(12).decode()]
+
+
+json.dump(
+    {"network": network(), "snapshots": snapshots(), "volumes": volumes(), "ports": ports()}, sys.stdout
+)

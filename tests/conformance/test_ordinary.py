@@ -1,4 +1,4 @@
-"""Network, snapshots and volumes for a user without privilege, from the installed package."""
+"""Network, snapshots, volumes and ports for a user without privilege, from the installed package."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 PROGRAM = Path(__file__).with_name("ordinary.py")
 
 
-def test_an_ordinary_user_has_a_network_snapshots_and_volumes(package):
+def test_an_ordinary_user_has_a_network_snapshots_volumes_and_ports(package):
     ran = subprocess.run(
         package.as_user(package.python, "-I", "-c", PROGRAM.read_text()),
         capture_output=True,
@@ -23,3 +23,4 @@ def test_an_ordinary_user_has_a_network_snapshots_and_volumes(package):
     kept, refused = found["volumes"]
     assert kept == "stays\n"
     assert "Read-only file system" in refused
+    assert found["ports"] == ["port_closed", "HTTP/1.0 200"]

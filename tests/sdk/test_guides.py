@@ -8,7 +8,7 @@ import pytest
 GUIDES = Path(__file__).resolve().parents[2] / "docs/guides"
 PROGRAMS = [
     pytest.param(code, f"{page}, program {number}", id=f"{page}-{number}")
-    for page in ("pools.md",)
+    for page in ("pools.md", "ports.md")
     for number, code in enumerate(
         re.findall(r"^```python\n(.*?)^```$", (GUIDES / page).read_text(), re.MULTILINE | re.DOTALL)
     )

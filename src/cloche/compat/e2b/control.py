@@ -226,7 +226,7 @@ def _rules(call: Call, info: model.SandboxInfo, rules: Any) -> dict[str, Any]:
         said: dict[str, Any] = msgspec.to_builtins(held.network)
         said.pop("allow_internet_access", None)
         return {"allowPublicTraffic": True, **said}
-    return {"allowOut": list(rules.allow), "denyOut": list(rules.deny), "allowPublicTraffic": True}
+    return {"allowOut": list(rules.allow), "denyOut": list(rules.deny), "allowPublicTraffic": False}
 
 
 async def _delete(call: Call) -> Response:

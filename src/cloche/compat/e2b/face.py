@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloche import errors, interfaces, model, settings
 from cloche.compat.e2b import (
@@ -68,6 +68,14 @@ class Entrance(Protocol):
     def refused(self, what: str, problem: errors.ClocheError) -> errors.ClocheError:
         """Put on record what the face itself turned down; the problem."""
 
+    def visitor(self, headers: Headers, name: str, sandbox: str, what: str) -> interfaces.Backend:
+        """The backend for who may reach a sandbox's ports without being anybody."""
+
+    async def pass_on(
+        self, scope: Scope, receive: Receive, send: Send, backend: interfaces.Backend, sandbox: str, port: int
+    ) -> None:
+        """A request or WebSocket, to a port of a sandbox; raises before anything is answered."""
+
 
 class Face:
     def __init__(self, app: ASGIApp, entrance: Entrance, config: settings.Settings) -> None:
@@ -77,20 +85,28 @@ class Face:
         self._state = state.State()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         path: str = scope["path"]
         by_host = _HOST.fullmatch(headers.get("host", ""))
+        if by_host and int(by_host[1]) not in (ENVD, INTERPRETER):
+            await self._traffic(scope, receive, send, by_host[2], int(by_host[1]))
+            return
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, send)
+            return
         if by_host:
             response = await self._data(Request(scope, receive), by_host[2], int(by_host[1]))
         elif control.owns(path) and not (path == "/health" and _routed(headers)):
             response = await self._control(Request(scope, receive))
         elif _routed(headers) and not path.startswith("/v1/"):
-            named = headers["e2b-sandbox-id"]
-            port = headers.get("e2b-sandbox-port", str(ENVD))
-            response = await self._data(Request(scope, receive), named, int(port) if port.isdigit() else 0)
+            named, port = headers["e2b-sandbox-id"], _port(headers)
+            if port not in (ENVD, INTERPRETER):
+                await self._traffic(scope, receive, send, named, port)
+                return
+            response = await self._data(Request(scope, receive), named, port)
         elif path == "/files" and "signature" in Request(scope).query_params:
             response = await self._data(Request(scope, receive), "", ENVD)
         else:
@@ -117,19 +133,9 @@ class Face:
         path = _path(request)
         try:
             sandbox, backend = self._admit(request, sandbox, port)
-            try:
-                info = await backend.info(sandbox)
-            except errors.ClocheError as problem:
-                if faults.is_gone(problem):
-                    self._state.forget(sandbox)
-                    return faults.gone(sandbox)
-                raise
-            if info.phase in ("paused", "archived") and control.may_wake(info):
-                info = await control.wake(backend, info, self._state.of(info.id))
-            if info.phase != "running":
+            info = await self._awake(backend, sandbox)
+            if info is None:
                 return faults.gone(sandbox)
-            if port not in (ENVD, INTERPRETER):
-                return await _traffic(backend, info.id, port)
             place = Place(request, backend, info.id, self._state.of(info.id), self._config)
             return await self._answer(place, port, path)
         except Exception as problem:
@@ -139,6 +145,68 @@ class Face:
             if path in STREAMS and request.method == "POST":
                 return connect.failed(fault)
             return faults.as_connect(fault) if path in UNARY else faults.as_json(fault)
+
+    # ── ports of the user's own ────────────────────────────────────────────────────────────────────
+
+    async def _traffic(self, scope: Scope, receive: Receive, send: Send, sandbox: str, port: int) -> None:
+        """By E2B's rules where a client of E2B's made the sandbox: public, unless it said otherwise; then by its traffic token. What
+        neither opens is left to the server's own rules (a key, a preview link)."""
+        headers = Headers(scope=scope)
+        begun = False
+
+        async def observed(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            backend = self._visitor(headers, sandbox, port)
+            if backend is None and not _routed(headers):
+                await self._app(scope, receive, send)
+                return
+            if backend is None:
+                backend = self._entrance.enter(headers, f"e2b port {port}")[1]
+            if not 0 < port < 65536:
+                raise errors.error("port_closed", f"there is no port {port}")
+            info = await self._awake(backend, sandbox)
+            if info is None:
+                await faults.gone(sandbox)(scope, receive, send)
+                return
+            await self._entrance.pass_on(scope, receive, observed, backend, info.id, port)
+        except Exception as problem:
+            if begun:
+                raise
+            await _undelivered(problem, sandbox, port)(scope, receive, send)
+
+    def _visitor(self, headers: Headers, sandbox: str, port: int) -> interfaces.Backend | None:
+        held = self._state.known(sandbox)
+        names = ("e2b-traffic-access-token", "x-access-token")
+        shown = [token for name in names if (token := headers.get(name))]
+        if held is None and shown and "x-api-key" not in headers:
+            raise errors.error("sandbox_not_found", f"there is no sandbox {sandbox[:50]!r}")
+        if held is None:
+            return None
+        what = f"e2b port {port}"
+        for token in shown:
+            key = self._state.holder(sandbox, token, ("access", "traffic"))
+            if key is not None:
+                return self._entrance.again(headers, key, what)
+        if held.network is not None and held.network.allow_public_traffic:
+            return self._entrance.visitor(headers, "e2b:public", sandbox, what)
+        return None
+
+    async def _awake(self, backend: interfaces.Backend, sandbox: str) -> model.SandboxInfo | None:
+        """The sandbox if it runs, or may be woken by being used and now does."""
+        try:
+            info = await backend.info(sandbox)
+        except errors.ClocheError as problem:
+            if faults.is_gone(problem):
+                self._state.forget(sandbox)
+                return None
+            raise
+        if info.phase in ("paused", "archived") and control.may_wake(info):
+            info = await control.wake(backend, info, self._state.of(info.id))
+        return info if info.phase == "running" else None
 
     def _admit(self, request: Request, sandbox: str, port: int) -> tuple[str, interfaces.Backend]:
         """By a token of the sandbox, a signed address, or a key."""
@@ -207,15 +275,17 @@ async def _interpreter(place: Place, method: str, path: str) -> Response:
     raise faults.Fault(404, f"{method} {path[:200]} is not something the code interpreter does")
 
 
-async def _traffic(backend: interfaces.Backend, sandbox: str, port: int) -> Response:
-    """A port of the user's own: closed, or open and not to be reached this way. Asked inside, as only there is it known."""
-    if not 0 < port < 65536:
+def _undelivered(problem: Exception, sandbox: str, port: int) -> Response:
+    if isinstance(problem, errors.ClocheError) and faults.is_gone(problem):
+        return faults.gone(sandbox)
+    if isinstance(problem, errors.ClocheError) and problem.code == "port_closed":
         return faults.closed(sandbox, port)
-    asked = ["/bin/bash", "-c", ': <"/dev/tcp/127.0.0.1/$0"', str(port)]
-    result = await backend.exec(sandbox, model.ExecRequest(command=asked, timeout_s=10))
-    if result.exit_code != 0:
-        return faults.closed(sandbox, port)
-    return faults.as_json(faults.missing(f"traffic to port {port} of a sandbox"))
+    return faults.as_json(_fault(problem))
+
+
+def _port(headers: Headers) -> int:
+    port = headers.get("e2b-sandbox-port", str(ENVD))
+    return int(port) if port.isdecimal() and port.isascii() and len(port) < 6 else 0
 
 
 def _path(request: Request) -> str:

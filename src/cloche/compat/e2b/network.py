@@ -54,7 +54,6 @@ def translate(config: Config, *, internet: bool | None = None) -> dict[str, Any]
     for field, value in (
         ("network.rules", config.rules), ("network.egressProxy", config.egress_proxy), ("network.maskRequestHost", config.mask_request_host),
         ("network.dnsServers", config.dns_servers), ("network.httpsPorts", config.https_ports),
-        ("network.allowPublicTraffic=false", not config.allow_public_traffic),
     ):  # fmt: skip
         if value:
             raise faults.missing(field)

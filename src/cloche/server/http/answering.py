@@ -26,7 +26,7 @@ from starlette.websockets import WebSocket
 
 from cloche import errors, events, interfaces, model, rpc, settings
 from cloche.server.guarding import Principal, guard
-from cloche.server.http import doors, ledger, operations, reading, remembering, wire
+from cloche.server.http import doors, ledger, operations, proxy, reading, remembering, wire
 from cloche.server.refusals import record_refusal
 
 log = logging.getLogger("cloche.http")
@@ -158,9 +158,21 @@ class Answers:
         """For who is let in by something else than a key."""
         return guard(self._backend, self._enter(headers, what, lambda: principal, own=own))
 
-    def observed(self, operation: str, status: int, seconds: float) -> None:
-        """For faces that answer by themselves."""
-        self._observe(operation, "-", status, seconds)
+    def visitor(self, headers: Headers, name: str, sandbox: str, what: str) -> interfaces.Backend:
+        """For who may look at one sandbox and reach its ports without being anybody; whatever page it comes from."""
+        anybody = Principal(name, "", frozenset(("ports", "sandboxes")), sandbox=sandbox)
+        return self.enter_as(headers, anybody, what, "*")
+
+    async def pass_on(
+        self, scope: Scope, receive: Receive, send: Send, backend: interfaces.Backend, sandbox: str, port: int
+    ) -> None:
+        """A request or WebSocket, to a port of a sandbox on an origin of its own. Raises before anything is answered."""
+        try:
+            await proxy.pass_on(
+                scope, receive, send, proxy.named(scope, backend, sandbox, port, self._config)
+            )
+        except proxy.Broken:
+            return  # what has begun is cut, which tells the client that it is not whole
 
     def again(self, headers: Headers, key: str, what: str) -> interfaces.Backend:
         """The same for a caller who showed a token that a face gave out for a key: what that key may do now."""

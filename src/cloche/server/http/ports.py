@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -24,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloche import errors, interfaces, model, settings
 from cloche.server.guarding import Principal
-from cloche.server.http import answering, doors, links, proxy
+from cloche.server.http import answering, doors, ledger, links, proxy
 
 _PATH = re.compile(r"/v1/sandboxes/([^/]+)/ports/(\d{1,6})(/.*)?", re.DOTALL)
 _NAME = re.compile(rf"(\d{{1,5}})-([a-z0-9]{{{model.ID_LENGTH}}})\..+")
@@ -61,7 +60,8 @@ class Ports:
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, port: int, sandbox: str, below: str | None = None
     ) -> None:
-        began, status = time.perf_counter(), 0
+        status = 0
+        ledger.entry(scope).operation = "port"
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -85,7 +85,6 @@ class Ports:
         except errors.ClocheError as problem:
             if not status:
                 await refuse(scope, receive, observed, problem)
-        self._entrance.observed("port", status, time.perf_counter() - began)
 
     # ── doors ───────────────────────────────────────────────────────────────────────────────────
 
@@ -94,10 +93,10 @@ class Ports:
         backend = self._entrance.enter(Headers(scope=scope), f"port {port}")[1]
         start, rest = _split(scope)
         target = proxy.Target(
-            backend, sandbox, port, _address(rest, scope["query_string"]), b"localhost:%d" % port,
+            backend, sandbox, port, proxy.address(rest, scope["query_string"]), b"localhost:%d" % port,
             prefix=start.decode("latin-1"), patience_s=self._config.server.port_timeout_s,
         )  # fmt: skip
-        await pass_on(scope, receive, send, target)
+        await proxy.pass_on(scope, receive, send, target)
 
     async def _by_name(self, scope: Scope, receive: Receive, send: Send, port: int, sandbox: str) -> None:
         model.check_port(port)
@@ -105,7 +104,7 @@ class Ports:
         query, token = links.without_token(scope["query_string"])
         own = f"{_web(scope)}://{headers.get('host', '')}"
         cookie: bytes | None = None
-        if token is None and _shows_a_key(headers):
+        if token is None and (proxy.bears_ours(headers, self._config) or "x-api-key" in headers):
             backend = self._entrance.enter(headers, f"port {port}", own=own)[1]
         else:
             backend, expires, token = self._by_link(headers, token, sandbox, port, own)
@@ -114,11 +113,8 @@ class Ports:
                 if scope["type"] == "http" and headers.get("sec-fetch-mode") == "navigate":
                     await _clean(scope, receive, send, query, cookie)
                     return
-        target = proxy.Target(
-            backend, sandbox, port, _address(_raw(scope), query), headers.get("host", "").encode("latin-1"),
-            cookie=cookie, patience_s=self._config.server.port_timeout_s,
-        )  # fmt: skip
-        await pass_on(scope, receive, send, target)
+        target = proxy.named(scope, backend, sandbox, port, self._config, cookie=cookie)
+        await proxy.pass_on(scope, receive, send, target)
 
     def _by_link(
         self, headers: Headers, token: str | None, sandbox: str, port: int, own: str
@@ -136,7 +132,7 @@ class Ports:
             expires = _first_valid(self._links, shown, sandbox, port)
         except errors.ClocheError as problem:
             raise self._entrance.refused(what, problem) from None
-        holder = Principal(f"link:{port}-{sandbox}", "", _ANYONE, expires_at=expires)
+        holder = Principal(f"link:{port}-{sandbox}", "", _ANYONE, sandbox=sandbox, expires_at=expires)
         # Who shows the token has it; a cookie is shown by a browser, for whatever page asked it to.
         backend = self._entrance.enter_as(headers, holder, what, "*" if token is not None else own)
         return backend, None if token is None else expires, token or ""
@@ -155,45 +151,33 @@ class Ports:
             await tunnel.aclose()
 
 
-async def pass_on(scope: Scope, receive: Receive, send: Send, target: proxy.Target) -> None:
-    if scope["type"] == "websocket":
-        await proxy.websocket(scope, receive, send, target)
-    else:
-        await proxy.request(scope, receive, send, target)
-
-
 async def refuse(scope: Scope, receive: Receive, send: Send, problem: errors.ClocheError) -> None:
     """Our error in place of the sandbox's answer, marked as such."""
-    request_id = model.new_id()
-    response = answering.failure(problem, request_id)
-    response.headers["X-Request-ID"] = request_id
+    response = answering.failure(problem, ledger.entry(scope).request_id)
     response.headers[proxy.ERROR_HEADER.decode()] = problem.code
-    if scope["type"] == "http":
-        await response(scope, receive, send)
-        return
-    headers = response.raw_headers
-    await send({"type": "websocket.http.response.start", "status": response.status_code, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": response.body})
+    await response(scope, receive, send)
 
 
 async def _carry(receive: Receive, send: Send, tunnel: interfaces.Tunnel) -> None:
     """Binary messages are pieces of the stream, an empty one is the end of its direction."""
-    ways = [asyncio.ensure_future(_in(receive, tunnel)), asyncio.ensure_future(_out(send, tunnel))]
+    ended = asyncio.Event()
+    inwards = asyncio.ensure_future(_in(receive, tunnel, ended))
+    through = asyncio.ensure_future(_through(send, tunnel, ended))
     code, reason = 1000, ""
     try:
-        left = False
-        for way in asyncio.as_completed(ways):
-            left = await way or left
-            if left:
-                return
+        await asyncio.wait((inwards, through), return_when=asyncio.FIRST_COMPLETED)
+        if not through.done():
+            inwards.result()
+            return  # the client left
+        through.result()
     except errors.ClocheError as problem:
         code, reason = 4000 + errors.TABLE[problem.code].http, problem.code
     except _NotBytes:
         code, reason = 1003, "binary messages only"
     finally:
-        for task in ways:
+        for task in (inwards, through):
             task.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        await asyncio.gather(inwards, through, return_exceptions=True)
     await send({"type": "websocket.close", "code": code, "reason": reason})
 
 
@@ -201,28 +185,27 @@ class _NotBytes(Exception):
     pass
 
 
-async def _in(receive: Receive, tunnel: interfaces.Tunnel) -> bool:
-    """Whether the client has left."""
-    ended = False
-    while True:
-        message = await receive()
-        if message["type"] == "websocket.disconnect":
-            return True
+async def _in(receive: Receive, tunnel: interfaces.Tunnel, ended: asyncio.Event) -> None:
+    """Returns when the client has left."""
+    while (message := await receive())["type"] != "websocket.disconnect":
         data = message.get("bytes")
         if data is None:
             raise _NotBytes
-        if data and not ended:
+        if ended.is_set():
+            continue
+        if data:
             await tunnel.write(data)
-        elif not data and not ended:
-            ended = True
+        else:
+            ended.set()
             await tunnel.end()
 
 
-async def _out(send: Send, tunnel: interfaces.Tunnel) -> bool:
+async def _through(send: Send, tunnel: interfaces.Tunnel, ended: asyncio.Event) -> None:
+    """Returns when both directions have ended."""
     while data := await tunnel.read(_PIECE):
         await send({"type": "websocket.send", "bytes": data})
     await send({"type": "websocket.send", "bytes": b""})
-    return False
+    await ended.wait()
 
 
 # ── addresses ──────────────────────────────────────────────────────────────────────────────────────
@@ -230,13 +213,6 @@ async def _out(send: Send, tunnel: interfaces.Tunnel) -> bool:
 
 def _of_the_api(scope: Scope, below: str | None) -> bool:
     return below == "/link" and scope["type"] == "http" and scope["method"] == "POST"
-
-
-def _shows_a_key(headers: Headers) -> bool:
-    return (
-        "x-api-key" in headers
-        or proxy.KEY.fullmatch(headers.get("authorization", "").encode("latin-1")) is not None
-    )
 
 
 def _first_valid(signed: links.Links, tokens: list[str], sandbox: str, port: int) -> float:
@@ -254,32 +230,23 @@ def _web(scope: Scope) -> str:
     return "https" if scope["scheme"] in ("https", "wss") else "http"
 
 
-def _raw(scope: Scope) -> bytes:
-    raw: bytes = scope.get("raw_path") or scope["path"].encode()
-    return raw
-
-
 def _split(scope: Scope) -> tuple[bytes, bytes]:
     """Our part of the path, and the sandbox's, as they are on the wire."""
-    parts = _raw(scope).split(b"/", 6)
+    parts = proxy.path_of(scope).split(b"/", 6)
     return b"/".join(parts[:6]), b"/" + (parts[6] if len(parts) > 6 else b"")
-
-
-def _address(path: bytes, query: bytes) -> bytes:
-    return path + b"?" + query if query else path
 
 
 async def _to_the_root(scope: Scope, receive: Receive, send: Send) -> None:
     """Relative addresses of a page need the slash."""
-    location = _address(_raw(scope) + b"/", scope["query_string"]).decode("latin-1")
+    location = proxy.address(proxy.path_of(scope) + b"/", scope["query_string"]).decode("latin-1")
     await Response(status_code=307, headers={"Location": location})(scope, receive, send)
 
 
 async def _clean(scope: Scope, receive: Receive, send: Send, query: bytes, cookie: bytes) -> None:
     """A browser shows the address that it ends at: one without the token."""
-    path = b"/" + _raw(scope).lstrip(b"/")  # two slashes would be another host
+    path = b"/" + proxy.path_of(scope).lstrip(b"/")  # two slashes would be another host
     headers = {
-        "Location": _address(path, query).decode("latin-1"),
+        "Location": proxy.address(path, query).decode("latin-1"),
         "Cache-Control": "no-store",
         "Set-Cookie": cookie.decode("latin-1"),
     }

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import h11
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 from websockets.client import ClientProtocol
 from websockets.datastructures import Headers as SocketHeaders
@@ -28,11 +29,13 @@ from websockets.protocol import CONNECTING, State
 from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
-from cloche import errors, interfaces
-from cloche.server.http import links
+from cloche import errors, interfaces, settings
+from cloche.server import jwt, tokens
+from cloche.server.http import doors, links
 
 ERROR_HEADER = b"x-cloche-error"
 LARGEST_MESSAGE = 16 << 20
+_KEY = re.compile(rf"(?:cl|e2b)_[0-9a-f]{{40}}|{tokens.PREFIX}.+")
 _PIECE = 1 << 16
 _HOPS = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers transfer-encoding upgrade".split()
@@ -45,8 +48,6 @@ _BEYOND = frozenset(
     [ERROR_HEADER, b"alt-svc", b"strict-transport-security", b"clear-site-data", b"public-key-pins"]
 )
 _OF_THE_ORIGIN = frozenset([b"set-cookie", b"service-worker-allowed", b"www-authenticate"])
-KEY = re.compile(rb"bearer\s+(?:cl|e2b)_[0-9a-f]{40}\s*", re.IGNORECASE)
-"""An `Authorization` that is a key of ours; any other may be meant for what listens inside."""
 
 
 class Target(NamedTuple):
@@ -60,9 +61,50 @@ class Target(NamedTuple):
     host: bytes
     prefix: str = ""
     """The path of ours that stands before the sandbox's; empty where the sandbox has a host name, and so an origin, of its own."""
+    hides: bool = True
+    """Whether the `Authorization` is for us, and so stays here."""
     cookie: bytes | None = None
     """One of ours to set with the answer."""
     patience_s: float = 120
+
+
+def named(
+    scope: Scope, backend: interfaces.Backend, sandbox: str, port: int, config: settings.Settings, **more: Any
+) -> Target:
+    """The port on an origin of its own: what is asked for goes in as it is, but for what is ours."""
+    headers = Headers(scope=scope)
+    host = headers.get("host", "") if doors.name_of(headers)[:1].isdigit() else f"localhost:{port}"
+    query, _ = links.without_token(scope["query_string"])
+    return Target(
+        backend, sandbox, port, address(path_of(scope), query), host.encode("latin-1"), hides=bears_ours(headers, config),
+        patience_s=config.server.port_timeout_s, **more,
+    )  # fmt: skip
+
+
+def bears_ours(headers: Headers, config: settings.Settings) -> bool:
+    """Whether the `Authorization` is a key or token of ours; any other is meant for what listens inside. Where tokens of an issuer are
+    accepted, every token is taken for one: better one that does not arrive than one of ours that does."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and (
+        _KEY.fullmatch(secret.strip()) is not None or (config.jwt.enabled and jwt.looks_like(secret.strip()))
+    )
+
+
+def path_of(scope: Scope) -> bytes:
+    """The path, as it is on the wire."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    return raw
+
+
+def address(path: bytes, query: bytes) -> bytes:
+    return path + b"?" + query if query else path
+
+
+async def pass_on(scope: Scope, receive: Receive, send: Send, target: Target) -> None:
+    if scope["type"] == "websocket":
+        await websocket(scope, receive, send, target)
+    else:
+        await request(scope, receive, send, target)
 
 
 class Broken(Exception):
@@ -178,14 +220,20 @@ async def _head(talk: h11.Connection, tunnel: interfaces.Tunnel) -> h11.Response
     try:
         while not isinstance(event := await _next(talk, tunnel), h11.Response):
             if not isinstance(event, h11.InformationalResponse):
-                raise errors.error("port_misbehaved", "what listens inside closed the connection unanswered")
+                raise _unanswered()
     except h11.RemoteProtocolError as problem:
+        if talk.trailing_data == (b"", True):
+            raise _unanswered() from None
         raise errors.error(
             "port_misbehaved",
             f"what listens inside did not answer in HTTP: {problem}",
             hint="for other protocols use a tunnel: box.connect(port), `cloche forward`",
         ) from None
     return event
+
+
+def _unanswered() -> errors.ClocheError:
+    return errors.error("port_misbehaved", "what listens inside closed the connection unanswered")
 
 
 async def _next(talk: h11.Connection, tunnel: interfaces.Tunnel) -> Any:
@@ -237,7 +285,7 @@ def _inwards(scope: Scope, target: Target) -> list[tuple[bytes, bytes]]:
     dropped = _HOPS | _OURS | _named(given)
     kept = []
     for name, value in given:
-        if name in dropped or (name == b"authorization" and (target.prefix or KEY.fullmatch(value))):
+        if name in dropped or (name == b"authorization" and target.hides):
             continue
         shown = _cookies(value, target) if name == b"cookie" else value
         if shown or name != b"cookie":
@@ -420,7 +468,8 @@ class _Talk:
                 if self.protocol.state is not State.OPEN:
                     break
                 self._feed(await self._tunnel.read(_PIECE))
-            code, reason = self.protocol.close_code or 1006, self.protocol.close_reason or ""
+            last = self.protocol.close_rcvd or self.protocol.close_sent
+            code, reason = (last.code, last.reason) if last is not None else (1006, "")
         except UnicodeDecodeError:
             code, reason = 1007, "text that is not UTF-8"
         except errors.ClocheError as problem:
