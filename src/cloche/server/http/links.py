@@ -38,9 +38,8 @@ class Links:
                 field="ttl_s",
             )
         expires = int(self._now() + ttl_s)
-        url = (
-            f"{self._scheme}://{port}-{sandbox}.{self._domain}/?{NAME}={self._token(sandbox, port, expires)}"
-        )
+        token = self._token(sandbox, port, expires, make=True)
+        url = f"{self._scheme}://{port}-{sandbox}.{self._domain}/?{NAME}={token}"
         return model.LinkInfo(url=url, expires_at=expires)
 
     def check(self, token: str, sandbox: str, port: int) -> float:
