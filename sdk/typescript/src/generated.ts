@@ -617,6 +617,26 @@ export interface SecretBody {
   plain?: boolean;
 }
 
+export interface Ports {
+  ports: PortInfo[];
+}
+
+/** A TCP port that something inside listens on. */
+export interface PortInfo {
+  port: number;
+  address: string;
+}
+
+export interface MakeLinkBody {
+  ttlS?: number;
+}
+
+/** A preview link: who has it reaches one port of one sandbox, without a key, until it expires. */
+export interface LinkInfo {
+  url: string;
+  expiresAt: number;
+}
+
 /** A command in a sandbox of its own, which ends with the request unless `detach`. */
 export interface RunBody {
   command: string | string[];
@@ -1210,6 +1230,10 @@ export const shapes: Record<string, Record<string, string>> = {
   SecretInfo: {},
   PutSecret: { secret: "Secret" },
   Secret: {},
+  Ports: { ports: "[]PortInfo" },
+  PortInfo: {},
+  MakeLink: {},
+  LinkInfo: {},
   Run: { sandbox: "Create" },
   Create: { volumes: "{}Mount" },
   Mount: {},
