@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloche import errors, model, policy
-from cloche.policy import explaining, globs, modes, nouns, paths, rules
+from cloche.policy import explaining, globs, layers, modes, nouns, paths, rules
 
 PAGE = Path(__file__).parents[2] / "docs/reference/policy.md"
 
@@ -576,3 +576,11 @@ def test_every_field_has_one_nature():
 def test_the_page_lists_every_protected_and_reported_path():
     page = PAGE.read_text()
     assert [path for path in (*policy.PROTECTED, *policy.REPORTED) if f"`{path}`" not in page] == []
+
+
+@pytest.mark.parametrize("name", nouns.BUILT_IN)
+def test_a_built_in_profile_says_everything(name):
+    """So it may stand for itself instead of being laid over nothing, for every sandbox anew."""
+    (layer,) = layers.stack(profile=name)
+    assert layer.whole is not None
+    assert layers.resolve([layer]) == layers.lay(nouns.Merged(), layer.fields) == layer.whole

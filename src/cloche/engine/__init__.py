@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 SUSPENSIONS = ("pause", "hibernate", "archive")
 _MOST_FORKS = 1000
 _MOST_AHEAD = 2 * len(os.sched_getaffinity(0))
+_EXERCISE_S = 5.0
 _MOST_LOST = 1000  # ended sandboxes remembered, so that their users are told what happened
 
 
@@ -347,8 +348,10 @@ class Engine(interfaces.Backend):
             from cloche.engine import startup
 
             await startup.perform(made, self._clock)
-        if ahead and made.phase == "running" and made.rules.network.mode == "off":
-            await self._networks.prepare(made.machine)
+        if ahead and made.phase == "running":
+            await _exercise(made.machine)
+            if made.rules.network.mode == "off":
+                await self._networks.prepare(made.machine)
 
     async def _bind(self, made: sandboxes.Sandbox, wanted: sandboxes.Wanted, files: dict[str, bytes]) -> None:
         """Give a sandbox that waited everything in which it differs from what is wanted."""
@@ -1786,6 +1789,19 @@ class _House:
 
     def known(self, sandbox: str) -> bool:
         return sandbox in self._engine._sandboxes or sandbox in self._engine._ended
+
+
+async def _exercise(machine: interfaces.Machine) -> None:
+    """Run nothing, once: what a first command copies and reads for the first time is there before somebody waits for it."""
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        nothing = interfaces.Start(["true"], {}, None, "user", [null] * 3, together=True)
+        # A template may lack even that; whoever starts something will be told so.
+        with suppress(errors.ClocheError, OSError, TimeoutError):
+            child = await machine.start(nothing)
+            await asyncio.wait_for(asyncio.shield(child.exited), _EXERCISE_S)
+    finally:
+        os.close(null)
 
 
 def spec_from(data: dict[str, Any]) -> model.SandboxSpec:

@@ -15,6 +15,7 @@ Pure: files are read by `settings`, which hands over `Policy` objects that know 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -82,6 +83,8 @@ class Layer(NamedTuple):
     fields: Mapping[str, Mapping[str, Any]]
     tightens: bool
     where: Where
+    whole: nouns.Merged | None = None
+    """What it makes of nothing, if it says everything: a built-in profile, which is always the lowest."""
 
 
 class Sources(NamedTuple):
@@ -139,6 +142,9 @@ def resolve(layers: Iterable[Layer]) -> nouns.Merged:
     """The one policy that counts."""
     merged = nouns.Merged()
     for layer in layers:
+        if layer.whole is not None:
+            merged = layer.whole
+            continue
         merged = tighten(merged, layer.fields) if layer.tightens else lay(merged, layer.fields)
     return merged
 
@@ -159,9 +165,8 @@ def rebound(layers: tuple[Layer, ...], change: Mapping[str, Mapping[str, Any]]) 
 
 
 def _profile(name: str, owners: Sequence[Policy], seen: tuple[str, ...] = ()) -> list[Layer]:
-    built_in = nouns.BUILT_IN.get(name)
-    if built_in is not None:
-        return [Layer(f"profile {name}", _all(built_in), False, lambda key, entry: f"profile {name}")]
+    if name in nouns.BUILT_IN:
+        return [_built_in(name)]
     if name in seen:
         raise errors.error(
             "policy_invalid",
@@ -177,6 +182,12 @@ def _profile(name: str, owners: Sequence[Policy], seen: tuple[str, ...] = ()) ->
     table = dict(owner.profiles[name])
     below = _profile(table.pop("base", "moderate"), owners, (*seen, name))
     return [*below, Layer(f"profile {name}", table, False, _under(owner, "profiles", name))]
+
+
+@functools.cache
+def _built_in(name: str) -> Layer:
+    whole = nouns.BUILT_IN[name]
+    return Layer(f"profile {name}", _all(whole), False, lambda key, entry: f"profile {name}", whole)
 
 
 def _mode(name: str, owners: Sequence[Policy]) -> list[Layer]:
