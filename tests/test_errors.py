@@ -26,7 +26,7 @@ NOUNS = {
     "apply", "argument", "audit", "capacity", "command", "connection", "context", "cwd", "directory", "disk", "environment",
     "execution", "field", "file", "flag", "guest", "head", "host", "internal", "isolation", "kernel", "language", "launcher",
     "limit", "link", "mode", "name", "network", "output", "path", "peer", "permission", "policy", "port", "profile", "question", "quota", "reader", "request", "sandbox", "secret", "secrets", "server",
-    "settings", "signal", "socket", "state", "template", "token", "url", "user", "wait", "workspace",
+    "settings", "signal", "socket", "state", "template", "tls", "token", "url", "user", "wait", "workspace",
 }  # fmt: skip
 
 

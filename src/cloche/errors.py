@@ -98,6 +98,7 @@ TABLE: dict[str, Face] = {
     "request_malformed": _BAD,
     "method_refused": Face(405, 125, -32601, "MethodNotAllowed"),
     "address_unavailable": _BAD,
+    "tls_required": _BAD,
     "output_too_large": _LARGE,
     # rules
     "host_path_refused": _FORBIDDEN,

@@ -2,7 +2,7 @@
 
     ${XDG_CONFIG_HOME:-~/.config}/cloche/settings.toml      groups as tables; every key is a field below
     ${XDG_CONFIG_HOME:-~/.config}/cloche/policy.toml        your policy; a project's is cloche.toml in its root
-    CLOCHE_HOME  CLOCHE_URL  CLOCHE_API_KEY  CLOCHE_SECRETS_KEY  CLOCHE_KEEPER  CI
+    CLOCHE_HOME  CLOCHE_URL  CLOCHE_API_KEY  CLOCHE_CA_FILE  CLOCHE_SECRETS_KEY  CLOCHE_KEEPER  CI
 
 A setting is the owner's choice for this machine; what one sandbox gets is its spec, what it may touch its policy. There
 are few, each has a paragraph, and the reference page is tested against this file. Where state lives is chosen by
@@ -134,6 +134,17 @@ class Server(Group, frozen=True, kw_only=True):
 
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 7777
     """The port to listen on; 0 takes a free one, and the first line of output tells which."""
+
+    tls_cert: str | None = None
+    """The file with the server's certificate chain (PEM), for HTTPS; with `tls_key`. It is read again when it changes, without a restart; a pair that cannot be
+    used keeps the one before. TLS 1.2 is the oldest that is spoken."""
+
+    tls_key: str | None = None
+    """The file with the certificate's private key (PEM, without a passphrase)."""
+
+    insecure: bool = False
+    """Whether plain HTTP beyond loopback is meant. Without TLS and without this such a server does not start, because keys would travel in the open.
+    It is for a container or a private network behind a proxy that ends TLS."""
 
     hosts: tuple[str, ...] = ()
     """Names, beside loopback's, by which clients may call this server (the `Host` header). A name that is not listed is
@@ -469,6 +480,10 @@ class Settings(Group, frozen=True, kw_only=True):
     secrets_key: str | None = None
     """From `CLOCHE_SECRETS_KEY`: the key itself, for machines that have no disk to trust. Environment only."""
 
+    ca_file: str | None = None
+    """From `CLOCHE_CA_FILE`: the authorities (PEM) that a client believes about `https://` servers, in place of the system's. Environment only, like the
+    address that it belongs to."""
+
     limits: Limits = Limits()
     defaults: Defaults = Defaults()
     keeper: Keeper = Keeper()
@@ -510,7 +525,7 @@ class Settings(Group, frozen=True, kw_only=True):
         return path
 
 
-_BY_ENVIRONMENT = ("home", "url", "api_key", "secrets_key")
+_BY_ENVIRONMENT = ("home", "url", "api_key", "secrets_key", "ca_file")
 _OFF_VALUES = ("", "0", "false", "no")
 
 
@@ -524,6 +539,7 @@ def load(environment: Mapping[str, str], *, file: str | None = None) -> Settings
         url=_url(environment),
         api_key=environment.get("CLOCHE_API_KEY") or None,
         secrets_key=environment.get("CLOCHE_SECRETS_KEY") or None,
+        ca_file=environment.get("CLOCHE_CA_FILE") or None,
         keeper=msgspec.structs.replace(chosen.keeper, start=_keeper_start(environment, chosen.keeper.start)),
     )
 

@@ -102,7 +102,13 @@ def running() -> Client | None:
     if url.startswith(("http://", "https://")):
         from cloche.cli import far
 
-        return _greeted(Client(far.connect(url, os.environ.get("CLOCHE_API_KEY") or None)))
+        return _greeted(
+            Client(
+                far.connect(
+                    url, os.environ.get("CLOCHE_API_KEY") or None, os.environ.get("CLOCHE_CA_FILE") or None
+                )
+            )
+        )
     address = path()
     sock = thin.connect(address)
     if sock is None:

@@ -11,13 +11,16 @@ from contextlib import suppress
 from typing import Any
 
 from cloche import __version__, errors
+from cloche.sdk import trust
 
 _CHUNK = 1 << 18
 _OPEN_S = 15.0
 
 
-def connect(url: str, api_key: str | None) -> socket.socket:
+def connect(url: str, api_key: str | None, ca_file: str | None = None) -> socket.socket:
     """A socket whose other end is the server at `url`."""
+    import ssl
+
     from websockets.exceptions import InvalidHandshake, WebSocketException
     from websockets.sync.client import connect as open_socket
 
@@ -32,7 +35,10 @@ def connect(url: str, api_key: str | None) -> socket.socket:
             open_timeout=_OPEN_S,
             proxy=None,
             compression=None,
+            ssl=trust.context(url, ca_file),
         )
+    except ssl.SSLError as problem:
+        raise trust.distrusted(url, problem) from None
     except InvalidHandshake as problem:
         raise _unavailable(url, f"what answers there is not a Cloche server ({problem})") from None
     except (OSError, TimeoutError, WebSocketException) as problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import logging
 import os
 import resource
@@ -15,7 +16,6 @@ import msgspec
 
 from cloche import errors, measures, settings, wiring
 from cloche.cli import keeper as process
-from cloche.cli import talk
 from cloche.drivers import spawning
 from cloche.mcp.http import HttpFace
 from cloche.server import keeper, keys, tokens
@@ -28,15 +28,24 @@ def flags(parser: argparse.ArgumentParser, verb: str) -> None:
     add("--host", metavar="ADDRESS", help="the address to listen on (127.0.0.1)")
     add("--port", metavar="N", type=int, help="the port to listen on (7777); 0 takes a free one")
     add("--socket", metavar="PATH", help="where the unix socket is made (cloche.sock in the state directory)")
+    add(
+        "--tls-cert",
+        metavar="FILE",
+        help="the certificate chain (PEM), for HTTPS; read again when it changes",
+    )
+    add("--tls-key", metavar="FILE", help="the certificate's private key (PEM)")
+    add("--insecure", action="store_true", help="plain HTTP beyond loopback: something in front ends TLS")
     add("--config", metavar="FILE", help="a settings file to use instead of your own")
 
 
 def execute(verb: str, chosen: argparse.Namespace) -> int:
     config = settings.load(os.environ, file=chosen.config)
-    said = {
-        name: value for name, value in (("host", chosen.host), ("port", chosen.port)) if value is not None
-    }
+    named = ("host", "port", "tls_cert", "tls_key")
+    said = {name: value for name in named if (value := getattr(chosen, name)) is not None}
+    if chosen.insecure:
+        said["insecure"] = True
     config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, **said))
+    _check_way(config.server)
     settings.make_home(config.home)
     lock = process.take_lock(config.home)
     if lock < 0:
@@ -51,6 +60,22 @@ def execute(verb: str, chosen: argparse.Namespace) -> int:
     finally:
         os.close(lock)
     return 0
+
+
+def _check_way(server: settings.Server) -> None:
+    """Keys do not travel in the open unless somebody has said that they do not."""
+    if (server.tls_cert is None) != (server.tls_key is None):
+        raise errors.error(
+            "settings_invalid",
+            "a certificate needs its key, and a key its certificate",
+            hint="give --tls-cert and --tls-key, or server.tls_cert and server.tls_key in the settings",
+        )
+    if server.tls_cert is None and not server.insecure and not _loopback(server.host):
+        raise errors.error(
+            "tls_required",
+            f"{server.host} is reached from other machines, and over plain HTTP keys and output travel in the open",
+            hint="give --tls-cert and --tls-key; or --insecure, if a proxy in front ends TLS",
+        )
 
 
 def _open_log(kind: str) -> None:
@@ -73,17 +98,20 @@ def _holder(home: str) -> str:
 
 async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None:
     from cloche.compat import e2b
-    from cloche.server.http import connections, links, serving
+    from cloche.server.http import connections, links, serving, tls
     from cloche.server.http.meters import Meters  # uvicorn and Starlette: only here
 
     watch = connections.Watch(connections.Limits.of(config.server, _raise_descriptors()))
+    server = config.server
+    certificate = (
+        tls.Certificate(server.tls_cert, server.tls_key) if server.tls_cert and server.tls_key else None
+    )
     listener = serving.listen(config.server.host, config.server.port)
     known = keys.Keys(config.home)
     key_file = first_key(known)
     if config.api_key:
         known.accept(config.api_key)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = _url(listener, certificate is not None)
     counted = measures.Measures()
     engine = wiring.make_engine(os.environ, where=url, warm=True, config=config, measures=counted)
     access = tokens.AccessTokens(config.home, known)
@@ -96,7 +124,9 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
         engine, engine, idle_exit_s=None, defaults=config.defaults,
         observe=lambda call, code: meters.called(f"socket {call}", code),
     )  # fmt: skip
-    signed = links.Links(config.home, links.base_url(config.server.domain, port))
+    scheme = "http" if certificate is None else "https"
+    base = links.base_url(config.server.domain, listener.getsockname()[1], scheme=scheme)
+    signed = links.Links(config.home, base)
     engine.make_link = signed.make
     app = serving.make_app(
         engine,
@@ -108,7 +138,7 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
         access=access,
         signed=signed,
     )
-    http = asyncio.ensure_future(serving.serve(app, listener, config, watch))
+    http = asyncio.ensure_future(serving.serve(app, listener, config, watch, certificate))
     http.add_done_callback(lambda _: kept.leave())
     frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http, tools)))
     await asyncio.sleep(0)
@@ -153,12 +183,17 @@ def _greet(url: str, path: str, key_file: str, *, as_json: bool) -> None:
         f'  E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY="$(sed s/^cl_/e2b_/ {key_file})" python your_program.py',
         flush=True,
     )
-    if not _loopback(url):
-        talk.warning("this server listens beyond loopback without TLS: keys travel in the open")
 
 
-def _loopback(url: str) -> bool:
-    host = url.removeprefix("http://").rpartition(":")[0].strip("[]")
-    with suppress(OSError):
-        return socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0] in ("127.0.0.1", "::1")
-    return False
+def _url(listener: socket.socket, secure: bool) -> str:
+    """How it is reached from here: every address is also loopback's."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http{'s' if secure else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

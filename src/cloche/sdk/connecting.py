@@ -76,7 +76,7 @@ async def _named(address: str, config: settings.Settings) -> interfaces.Backend:
     if address.startswith(("http://", "https://")):
         from cloche.sdk import remote
 
-        return await remote.connect(address, config.api_key)
+        return await remote.connect(address, config.api_key, config.ca_file)
     raise errors.error(
         "server_unavailable",
         f"{address!r} is not the address of a server",

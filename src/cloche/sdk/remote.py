@@ -6,25 +6,28 @@ What carries the bytes differs, the conversation is `local.LocalBackend`'s. A se
 from __future__ import annotations
 
 import asyncio
+import ssl
 from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
 
 from cloche import __version__, errors, interfaces
-from cloche.sdk import local
+from cloche.sdk import local, trust
 
 _PIECE = 1 << 19
 _HIGH_WATER = 4 << 20
 _OPEN_S = 15.0
 
 
-async def connect(url: str, api_key: str | None) -> interfaces.Backend:
+async def connect(url: str, api_key: str | None, ca_file: str | None = None) -> interfaces.Backend:
     from websockets.asyncio.client import connect as open_socket  # only who is far away pays for it
     from websockets.exceptions import InvalidHandshake, WebSocketException
 
     address = "ws" + url.rstrip("/").removeprefix("http") + "/v1/connect"
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    trusted = trust.context(url, ca_file)
+    secured: dict[str, Any] = {} if trusted is None else {"ssl": trusted}
     try:
         socket = await open_socket(
             address,
@@ -34,7 +37,10 @@ async def connect(url: str, api_key: str | None) -> interfaces.Backend:
             open_timeout=_OPEN_S,
             proxy=None,
             compression=None,
+            **secured,
         )
+    except ssl.SSLError as problem:
+        raise trust.distrusted(url, problem) from None
     except InvalidHandshake as problem:
         raise _unavailable(url, f"what answers there is not a Cloche server ({problem})") from None
     except (OSError, TimeoutError, WebSocketException) as problem:

@@ -201,7 +201,7 @@ class Connection:
         try:
             self._before_each()
             call = rpc.decode_call(body)
-            name = call.method if call.method in rpc.methods() or call.method in _OWN else "unknown"
+            name = call.method if call.method in _OWN or call.method in rpc.methods() else "unknown"
             if call.method not in ("hello", "stop"):
                 self._check_version(call)
             await self._answer(channel, call)

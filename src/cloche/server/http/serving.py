@@ -32,6 +32,7 @@ from cloche.server.http import (
     origins,
     ports,
     terminals,
+    tls,
 )
 from cloche.server.http.meters import MEDIA_TYPE, Meters
 from cloche.server.http.routes import TABLE
@@ -144,7 +145,11 @@ class Server(uvicorn.Server):
 
 
 async def serve(
-    app: Starlette, listener: socket.socket, config: settings.Settings, watch: connections.Watch
+    app: Starlette,
+    listener: socket.socket,
+    config: settings.Settings,
+    watch: connections.Watch,
+    certificate: tls.Certificate | None = None,
 ) -> None:
     """Serve until cancelled; then drain."""
     http, websocket = connections.protocols(watch)
@@ -156,6 +161,9 @@ async def serve(
             backlog=_BACKLOG, timeout_graceful_shutdown=int(config.server.drain_s) or 1,
         )
     )  # fmt: skip
+    if certificate is not None:
+        server.config.load()
+        server.config.ssl = certificate.context
     running = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         await asyncio.shield(running)
