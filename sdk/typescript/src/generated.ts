@@ -48,6 +48,7 @@ export const codes = {
   request_malformed: ["InvalidInput", false],
   method_refused: ["InvalidInput", false],
   address_unavailable: ["InvalidInput", false],
+  tls_required: ["InvalidInput", false],
   output_too_large: ["InvalidInput", false],
   host_path_refused: ["PolicyRefused", false],
   permission_denied: ["PolicyRefused", false],
