@@ -44,7 +44,7 @@ def test_there_are_vectors_of_every_noun_and_refusals_among_them():
     assert [name for name, count in Counter(names).items() if count > 1] == []
     steps = [step for _, vector in ALL for step in vector["steps"]]
     assert {name.partition("/")[0] for name in names} == {
-        "contexts", "executions", "files", "policies", "pools", "processes", "runs", "sandboxes", "snapshots", "volumes",
+        "contexts", "executions", "files", "images", "policies", "pools", "processes", "runs", "sandboxes", "snapshots", "volumes",
     }  # fmt: skip
     assert len(ALL) >= 60
     assert sum("error" in step for step in steps) >= 40
@@ -124,11 +124,13 @@ def _call(
         case "run":
             return cloche.run(server=url, **arguments)
     noun, _, verb = name.rpartition(".")
-    if noun in ("Sandbox", "Snapshot", "Volume", "Pool"):
+    if noun in ("Sandbox", "Snapshot", "Volume", "Pool", "Image"):
         return getattr(getattr(cloche, noun), verb)(server=url, **arguments)
     outcome = getattr(vectors.find(names, noun), verb)(**arguments)
     if verb in ("exec_stream", "stream"):
         return _gathered(outcome, take or {})
+    if verb in ("run_code_stream", "run_stream"):
+        return _told(outcome)
     return b"".join(outcome) if arguments.get("format") == "stream" else outcome
 
 
@@ -141,6 +143,21 @@ def _gathered(events: Iterable[model.StreamEvent], take: dict[str, str]) -> dict
             told["result"] = event.result
         if take and all(text.encode() in told[stream] for stream, text in take.items()):
             break
+    return told
+
+
+def _told(events: Iterable[model.CodeEvent]) -> dict[str, Any]:
+    told: dict[str, Any] = {"stdout": "", "stderr": "", "shown": []}
+    for event in events:
+        match event:
+            case model.CodeOutput(stream=stream, text=text):
+                told[stream] += text
+            case model.CodeShown(result=shown):
+                told["shown"].append(shown)
+            case model.CodeFailed(error=failed):
+                told["failed"] = failed
+            case model.CodeEnded(result=whole):
+                told["result"] = whole
     return told
 
 
@@ -238,8 +255,8 @@ def _events(response: httpx.Response, take: dict[str, str]) -> dict[str, Any]:
             data = json.loads(line[6:])
             if kind in ("stdout", "stderr"):
                 told[kind] += data["text"].encode() if "text" in data else base64.b64decode(data["data"])
-            elif kind in ("exit", "error"):
-                told["result" if kind == "exit" else "error"] = data
+            elif kind in ("exit", "error", "failed"):
+                told["result" if kind == "exit" else kind] = data
         if take and all(text.encode() in told[stream] for stream, text in take.items()):
             break
     return told

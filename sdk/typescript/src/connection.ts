@@ -17,6 +17,7 @@ import { setTimeout } from "node:timers/promises";
 import { ClocheError, error, fromWire, isRecord, NotFound, SandboxLost } from "./errors.js";
 import { find } from "./finding.js";
 import { VERSION } from "./generated.js";
+import { read } from "./shapes.js";
 import { parseEvents, type ServerEvent } from "./sse.js";
 
 /** Where the server is, and how patient to be with it. */
@@ -103,6 +104,18 @@ export class Connection {
   async call(method: string, path: string, plan: Plan = {}): Promise<unknown> {
     const body = await this.#whole(method, path, plan);
     return body.length === 0 ? undefined : JSON.parse(body.toString("utf8"));
+  }
+
+  /** A list from all its pages, as the interfaces that were generated for `shape`. */
+  async list<T>(path: string, shape: string, field: string, plan: Plan = {}, pageSize = 1000): Promise<T[]> {
+    const found: T[] = [];
+    let cursor: string | null = null;
+    do {
+      const page: Record<string, unknown> = read(shape, await this.call("GET", path, { ...plan, query: { ...plan.query, limit: pageSize, cursor } }));
+      found.push(...(page[field] as T[]));
+      cursor = (page["nextCursor"] as string | null | undefined) ?? null;
+    } while (cursor !== null);
+    return found;
   }
 
   /** An answer as it is. */

@@ -2,7 +2,7 @@
 
 import type { CallOptions, Connection } from "./connection.js";
 import { error, NotFound, refuseUnknown } from "./errors.js";
-import type { FileEvent, FileInfo, WireFiles } from "./generated.js";
+import type { FileEvent, FileInfo } from "./generated.js";
 import { read } from "./shapes.js";
 
 export interface FileOptions extends CallOptions {
@@ -57,8 +57,7 @@ export class Files {
   async list(path = ".", options: FileOptions & { depth?: number } = {}): Promise<FileInfo[]> {
     const { user, depth, signal, ...unknown } = options;
     refuseUnknown("files.list", unknown);
-    const answer = await this.#connection.call("GET", `${this.#place}/list`, { query: { path, depth, user }, signal });
-    return read<WireFiles>("WireFiles", answer).files;
+    return this.#connection.list(`${this.#place}/list`, "WireFiles", "files", { query: { path, depth, user }, signal });
   }
 
   /** One entry; a symlink is not followed. */

@@ -2,6 +2,7 @@
 
 export { VERSION } from "./generated.js";
 export type {
+  AccessToken,
   ClaimInfo,
   CodeError,
   Condition,
@@ -12,10 +13,13 @@ export type {
   FileChange,
   FileEvent,
   FileInfo,
+  ImageInfo,
+  ImageProgress,
   Isolation,
   Limit,
   Merged,
   PoolInfo,
+  Question,
   SandboxInfo,
   SandboxUsage,
   SnapshotInfo,
@@ -23,7 +27,20 @@ export type {
   VolumeInfo,
 } from "./generated.js";
 export type { CallOptions, ConnectOptions } from "./connection.js";
-export { Context, Contexts, type CodeOptions, type CodeResult } from "./contexts.js";
+export type { Answer, Asked } from "./asking.js";
+export { Context, Contexts } from "./contexts.js";
+export type {
+  CodeBegan,
+  CodeEnded,
+  CodeEvent,
+  CodeFailed,
+  CodeOptions,
+  CodeOutput,
+  CodeResult,
+  CodeShown,
+  CodeStreamOptions,
+  Display,
+} from "./contexts.js";
 export {
   CapacityExceeded,
   ClocheError,
@@ -39,6 +56,7 @@ export {
   ServerUnavailable,
 } from "./errors.js";
 export { Files, type FileOptions, type ReadOptions } from "./files.js";
+export { Image, type MakeOptions } from "./images.js";
 export { events, followEvents, type EventOptions, type JournalEvent } from "./journal.js";
 export { Pool, putTemplate, Template, type ClaimOptions, type PoolOptions, type TemplateFields } from "./pools.js";
 export { Process, Processes, type CommandOptions, type ExecOptions, type ExecStreamOptions, type StartOptions } from "./processes.js";

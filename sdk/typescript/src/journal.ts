@@ -17,15 +17,8 @@ export interface EventOptions {
   sandbox?: string;
 }
 
-export async function listEvents(connection: Connection, { after, sandbox, signal }: EventOptions & CallOptions): Promise<JournalEvent[]> {
-  const found: JournalEvent[] = [];
-  for (let from = after; ; ) {
-    const query = { after: from, sandbox, limit: 1000 };
-    const page = (await connection.call("GET", "/v1/events", { query, signal })) as { events: JournalEvent[]; next_cursor: string | null };
-    found.push(...page.events);
-    if (page.next_cursor === null) return found;
-    from = Number(page.next_cursor);
-  }
+export function listEvents(connection: Connection, { after, sandbox, signal }: EventOptions & CallOptions): Promise<JournalEvent[]> {
+  return connection.list("/v1/events", "Events", "events", { query: { after, sandbox }, signal });
 }
 
 /** What happened until now, oldest first. */

@@ -1,8 +1,8 @@
 /** What waits: templates, and the pools that keep sandboxes of them warm. */
 
-import { connect, sleep, type CallOptions, type Connection } from "./connection.js";
-import { error, NotFound, refuseUnknown, SandboxLost } from "./errors.js";
-import type { ClaimInfo, PoolInfo, Pools, PoolSpecBody, RequirementsBody, TemplateInfo, Templates, TemplateSpecBody } from "./generated.js";
+import { connect, type CallOptions, type Connection } from "./connection.js";
+import { NotFound, refuseUnknown, SandboxLost } from "./errors.js";
+import type { ClaimInfo, PoolInfo, PoolSpecBody, RequirementsBody, TemplateInfo, TemplateSpecBody } from "./generated.js";
 import { base64 } from "./processes.js";
 import { policyOf, Sandbox, type NetworkOptions, type PolicyFields } from "./sandbox.js";
 import { read, write } from "./shapes.js";
@@ -25,7 +25,7 @@ export class Template {
 
   /** The templates that the server has, those that come with it too. */
   static async list(options: ServerOptions = {}): Promise<TemplateInfo[]> {
-    return read<Templates>("Templates", await connect(options).call("GET", "/v1/templates", { signal: options.signal })).templates;
+    return connect(options).list("/v1/templates", "Templates", "templates", { signal: options.signal });
   }
 
   /** Remove a template that no pool uses. */
@@ -107,7 +107,7 @@ export class Pool implements AsyncDisposable {
 
   /** The pools of the server. */
   static async list(options: ServerOptions = {}): Promise<PoolInfo[]> {
-    return read<Pools>("Pools", await connect(options).call("GET", "/v1/pools", { signal: options.signal })).pools;
+    return connect(options).list("/v1/pools", "Pools", "pools", { signal: options.signal });
   }
 
   /** How many are wanted, ready and in the making; hits, misses, and how long claims took. */
@@ -119,17 +119,8 @@ export class Pool implements AsyncDisposable {
   async waitReady(ready?: number, options: CallOptions & { timeoutS?: number } = {}): Promise<PoolInfo> {
     const { timeoutS = 60, signal, ...unknown } = options;
     refuseUnknown("waitReady", unknown);
-    const deadline = performance.now() + timeoutS * 1000;
-    for (let pauseMs = 20; ; pauseMs = Math.min(pauseMs * 2, 500)) {
-      const info = await this.info({ signal });
-      if (info.ready >= (ready ?? info.size)) return info;
-      if (performance.now() >= deadline) {
-        throw error("wait_timeout", `the pool ${this.name} has ${info.ready} ready of ${ready ?? info.size} after ${timeoutS} s`, {
-          hint: "its conditions say what it waits for",
-        });
-      }
-      await sleep(pauseMs, signal);
-    }
+    const plan = { query: { ready, timeout_s: timeoutS }, signal, waitS: timeoutS };
+    return read("PoolInfo", await this.#connection.call("GET", `${this.#place}/wait`, plan));
   }
 
   /** Another size from now on. */

@@ -2,9 +2,9 @@
 
 import type { CallOptions, Connection } from "./connection.js";
 import { Conflict, error, refuseUnknown } from "./errors.js";
-import type { ExecBody, ExecutionInfo, Executions } from "./generated.js";
+import type { ExecBody, ExecutionInfo } from "./generated.js";
 import { execResult, streamEvent, type ExecResult, type StreamEvent } from "./results.js";
-import { read, write } from "./shapes.js";
+import { write } from "./shapes.js";
 import type { ServerEvent } from "./sse.js";
 
 /** What `exec`, `execStream` and `start` share. */
@@ -161,8 +161,8 @@ export class Processes {
   }
 
   /** Live ones and those that ended a while ago, the oldest first. */
-  async list({ signal }: CallOptions = {}): Promise<ExecutionInfo[]> {
-    return read<Executions>("Executions", await this.#connection.call("GET", executions(this.#sandbox), { signal })).executions;
+  list({ signal }: CallOptions = {}): Promise<ExecutionInfo[]> {
+    return this.#connection.list(executions(this.#sandbox), "Executions", "executions", { signal });
   }
 }
 

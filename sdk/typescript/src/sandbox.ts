@@ -4,15 +4,19 @@
  */
 
 import { connect, sleep, type CallOptions, type Connection, type ConnectOptions } from "./connection.js";
-import { Contexts, runCode, type CodeOptions, type CodeResult } from "./contexts.js";
+import { answerQuestions, type Asked } from "./asking.js";
+import { Contexts, runCode, runCodeStream, type CodeEvent, type CodeOptions, type CodeResult, type CodeStreamOptions } from "./contexts.js";
 import { commandFailed, error, NotFound, refuseUnknown, SandboxLost } from "./errors.js";
 import { Files } from "./files.js";
 import type {
+  AccessToken,
   ClaimInfo,
   CreateBody,
   ExecutionInfo,
+  FileChange,
   Isolation,
   Merged,
+  NewTokenBody,
   SandboxInfo,
   Sandboxes,
   SandboxUsage,
@@ -61,6 +65,8 @@ export interface Shape extends NetworkOptions {
   labels?: Record<string, string>;
   policy?: PolicyFields;
   secrets?: readonly string[];
+  /** Decides about a connection that no rule decides. */
+  ask?: Asked;
   minimumIsolation?: Isolation["level"];
   snapshot?: Identified;
   volumes?: Record<string, VolumeMount>;
@@ -71,7 +77,7 @@ export interface SandboxOptions extends Shape, ServerOptions {
   timeoutS?: number | null;
 }
 
-export interface RunOptions extends Shape, ServerOptions {
+export interface RunOptions extends Omit<Shape, "ask">, ServerOptions {
   stdin?: string | Uint8Array;
   cwd?: string;
   /** Of the command. */
@@ -84,14 +90,16 @@ export interface RunOptions extends Shape, ServerOptions {
 function createBody(options: Shape & { timeoutS?: number | null }, what: string): CreateBody {
   const {
     profile, mode, template, image, env, memoryMib, cpus, pids, diskMib, idleTimeoutS, workspace, overlay, name, labels, policy, network, allow,
-    deny, resolve, secrets, minimumIsolation, snapshot, volumes, timeoutS, ...unknown
+    deny, resolve, secrets, ask, minimumIsolation, snapshot, volumes, timeoutS, ...unknown
   } = options;
   refuseUnknown(what, unknown);
+  // Who gives somebody to ask wants a network, unless something else was said about it.
+  const said = network !== undefined || mode !== undefined || profile === "permissive" || policy?.["network"]?.["mode"] !== undefined;
   const resources = given({ memory_mib: memoryMib, cpus, pids, disk_mib: diskMib });
   return {
     profile, mode, template, image, env, idleTimeoutS, workspace, overlay, name, labels, timeoutS, minimumIsolation,
     resources: Object.keys(resources).length > 0 ? (resources as Record<string, number>) : undefined,
-    policy: policyOf(policy, { network, allow, deny, resolve }),
+    policy: policyOf(policy, { network: ask === undefined || said ? network : "rules", allow, deny, resolve }),
     secrets: secrets === undefined ? undefined : [...secrets],
     snapshot: snapshot === undefined ? undefined : idOf(snapshot),
     volumes: volumes === undefined ? undefined : mounts(volumes),
@@ -164,6 +172,7 @@ export class SandboxPolicy {
 export class Sandbox implements AsyncDisposable {
   readonly #connection: Connection;
   readonly #place: string;
+  #asking: AbortController | undefined;
   /** Good for `Sandbox.get` from anywhere that reaches the same server. */
   readonly id: string;
   /** The claim that it was bound by, as it was then; null for one that was created. */
@@ -192,7 +201,15 @@ export class Sandbox implements AsyncDisposable {
     const json = write("Create", createBody(shape, "Sandbox.create"));
     const connection = connect({ server, apiKey, requestTimeoutS, retries });
     const info = read<SandboxInfo>("SandboxInfo", await connection.call("POST", "/v1/sandboxes", { json, signal, repeatable: true }));
-    return new Sandbox(connection, info.id);
+    const made = new Sandbox(connection, info.id);
+    if (shape.ask === undefined) return made;
+    try {
+      made.#asking = await answerQuestions(connection, info.id, shape.ask, signal);
+    } catch (problem) {
+      await made.delete().catch(() => undefined);
+      throw problem;
+    }
+    return made;
   }
 
   /** A handle of a sandbox that exists, by id or name. */
@@ -204,17 +221,8 @@ export class Sandbox implements AsyncDisposable {
 
   /** The live sandboxes, oldest first; with `label` (`key=value`), those that have it. `pageSize` is how many are asked for at once. */
   static async list(options: ServerOptions & { label?: string; pageSize?: number } = {}): Promise<SandboxInfo[]> {
-    const { label, pageSize = 1000, signal } = options;
-    const connection = connect(options);
-    const found: SandboxInfo[] = [];
-    let cursor: string | null | undefined;
-    do {
-      const query = { limit: pageSize, cursor, label };
-      const page = read<Sandboxes>("Sandboxes", await connection.call("GET", "/v1/sandboxes", { query, signal }));
-      found.push(...page.sandboxes);
-      cursor = page.nextCursor;
-    } while (cursor);
-    return found;
+    const { label, pageSize, signal } = options;
+    return connect(options).list("/v1/sandboxes", "Sandboxes", "sandboxes", { query: { label }, signal }, pageSize);
   }
 
   /**
@@ -316,9 +324,25 @@ export class Sandbox implements AsyncDisposable {
     return runCode(this.#connection, this.id, code, options);
   }
 
+  /** Run code and yield what it prints and shows as it does; the last event is `ended`. Leaving early interrupts it. */
+  runCodeStream(code: string, options: CodeStreamOptions & { language?: string } = {}): AsyncGenerator<CodeEvent, void, undefined> {
+    return runCodeStream(this.#connection, this.id, code, options);
+  }
+
   /** What it is and how it is held: isolation, limits, warnings, when it ends. To look is not to use. */
   async info({ signal }: CallOptions = {}): Promise<SandboxInfo> {
     return read("SandboxInfo", await this.#connection.call("GET", this.#place, { signal }));
+  }
+
+  /**
+   * A token for this sandbox alone: `Sandbox.get(id, { apiKey: token })` for whoever should work in it. It is good for what `scopes`
+   * say, never for more than your own key, until `ttlS` seconds are over or the sandbox ends.
+   */
+  async token(options: CallOptions & NewTokenBody = {}): Promise<AccessToken> {
+    const { scopes, ttlS, signal, ...unknown } = options;
+    refuseUnknown("token", unknown);
+    const json = write("NewToken", { scopes, ttlS });
+    return read("AccessToken", await this.#connection.call("POST", `${this.#place}/tokens`, { json, signal, repeatable: true }));
   }
 
   /** What it costs now, and has cost. */
@@ -363,6 +387,17 @@ export class Sandbox implements AsyncDisposable {
     return read<Sandboxes>("Sandboxes", answer).sandboxes.map((info) => new Sandbox(this.#connection, info.id));
   }
 
+  /** What was changed of a workspace lent with `overlay`. */
+  diff({ signal }: CallOptions = {}): Promise<FileChange[]> {
+    return this.#connection.list(`${this.#place}/workspace/changes`, "Changes", "changes", { signal });
+  }
+
+  /** Take changes of an overlaid workspace over into the directory of the server's host: all, or those at `paths`. */
+  async apply(paths?: readonly string[], { signal }: CallOptions = {}): Promise<string[]> {
+    const answer = await this.#connection.call("POST", `${this.#place}/workspace/apply`, { json: { paths }, signal, repeatable: true });
+    return (answer as { paths: string[] }).paths;
+  }
+
   /** What happened to it, from cursor `after` (an event's `seq`) on. */
   events(after = 0, { signal }: CallOptions = {}): Promise<JournalEvent[]> {
     return listEvents(this.#connection, { after, sandbox: this.id, signal });
@@ -371,6 +406,7 @@ export class Sandbox implements AsyncDisposable {
   /** End it and everything in it. */
   async delete({ signal }: CallOptions = {}): Promise<void> {
     await this.#connection.call("DELETE", this.#place, { signal });
+    this.#asking?.abort();
   }
 
   /** `await using box = await Sandbox.create()`: it is deleted at the end of the block, if it has not ended by itself. */

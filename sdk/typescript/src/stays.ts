@@ -2,7 +2,7 @@
 
 import { connect, type CallOptions, type Connection, type ConnectOptions } from "./connection.js";
 import { refuseUnknown } from "./errors.js";
-import type { Changes, FileChange, MountBody, SnapshotInfo, Snapshots, VolumeInfo, Volumes } from "./generated.js";
+import type { FileChange, MountBody, SnapshotInfo, VolumeInfo } from "./generated.js";
 import { read, write } from "./shapes.js";
 
 /** Options of a call that finds its server by itself. */
@@ -49,7 +49,7 @@ export class Snapshot {
   /** The snapshots there are, oldest first; with `tag`, those that have it. */
   static async list(options: ServerOptions & { tag?: string } = {}): Promise<SnapshotInfo[]> {
     const { tag, signal } = options;
-    return read<Snapshots>("Snapshots", await connect(options).call("GET", "/v1/snapshots", { query: { tag }, signal })).snapshots;
+    return connect(options).list("/v1/snapshots", "Snapshots", "snapshots", { query: { tag }, signal });
   }
 
   /** What it is: when and of what it was taken, its size, its tags. */
@@ -58,9 +58,8 @@ export class Snapshot {
   }
 
   /** What became of its files in another snapshot: added, modified and removed paths. */
-  async diff(other: Identified, { signal }: CallOptions = {}): Promise<FileChange[]> {
-    const answer = await this.#connection.call("GET", `${place(this.id)}/diff`, { query: { other: idOf(other) }, signal });
-    return read<Changes>("Changes", answer).changes;
+  diff(other: Identified, { signal }: CallOptions = {}): Promise<FileChange[]> {
+    return this.#connection.list(`${place(this.id)}/diff`, "Changes", "changes", { query: { other: idOf(other) }, signal });
   }
 
   /** Remove it. Sandboxes that started from it keep their files. */
@@ -102,7 +101,7 @@ export class Volume {
 
   /** The volumes there are, by name. */
   static async list(options: ServerOptions = {}): Promise<VolumeInfo[]> {
-    return read<Volumes>("Volumes", await connect(options).call("GET", "/v1/volumes", { signal: options.signal })).volumes;
+    return connect(options).list("/v1/volumes", "Volumes", "volumes", { signal: options.signal });
   }
 
   /** Its size and how that is held, what it takes, and which sandboxes have it. */

@@ -187,6 +187,60 @@ test("code that is interrupted leaves its context alive", PATIENCE, async () => 
   await context.delete();
 });
 
+test("what code prints is told while it runs", PATIENCE, async () => {
+  const heard: string[] = [];
+  const result = await box.runCode("import os, time\nprint('ready', flush=True)\nwhile not os.path.exists('heard'): time.sleep(0.01)\nprint('over'); 1", {
+    onStdout: async (text) => {
+      heard.push(text);
+      if (text.includes("ready")) await box.files.write("heard", "");
+    },
+    onResult: (shown) => heard.push(String(shown["text/plain"])),
+  });
+  assert.deepEqual([heard.join(""), result.text], ["ready\nover\n1", "1"]);
+});
+
+test("a callback that throws interrupts the code, and so does leaving its stream", PATIENCE, async () => {
+  const reason = new Error("enough");
+  const loop = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.01)";
+  await assert.rejects(
+    box.runCode(loop, {
+      onStdout: () => {
+        throw reason;
+      },
+    }),
+    reason,
+  );
+  for await (const event of box.runCodeStream(loop)) if (event.type === "output") break;
+  assert.equal((await box.runCode("6 * 7")).text, "42");
+});
+
+test("a token opens one sandbox for what it says", PATIENCE, async () => {
+  const { token } = await box.token({ scopes: ["exec", "sandboxes"], ttlS: 300 });
+  const mine = await Sandbox.get(box.id, { apiKey: token });
+  assert.equal((await mine.exec("echo in")).stdout, "in\n");
+  await assert.rejects(mine.files.read("x"), (problem) => problem instanceof PolicyRefused && problem.code === "scope_missing");
+  await assert.rejects(Sandbox.create({ apiKey: token }), PolicyRefused);
+});
+
+test("who is asked decides", PATIENCE, async () => {
+  const asked: string[] = [];
+  const fetching = (host: string) => ["python3", "-c", `import urllib.request as u\ntry: u.urlopen('http://${host}/', timeout=30)\nexcept Exception as e: print('refused')`];
+  await using careful = await Sandbox.create({
+    ask: (question) => {
+      asked.push(`${question.host}:${question.port}`);
+      if (question.host.startsWith("throws")) throw new Error("no idea");
+      return question.host.startsWith("odd") ? ("perhaps" as "deny") : "deny";
+    },
+  });
+  assert.equal((await careful.policy.get()).network.mode, "rules");
+  for (const host of ["asked.example", "throws.example", "odd.example"]) {
+    const result = await careful.exec(fetching(host));
+    assert.equal(result.stdout, "refused\n");
+    assert.ok(result.denials.some((denial) => denial.target.includes(host)), host);
+  }
+  assert.deepEqual(asked, ["asked.example:80", "throws.example:80", "odd.example:80"]);
+});
+
 test("a one-shot that is aborted leaves no sandbox", PATIENCE, async () => {
   const mark = unique();
   const controller = new AbortController();

@@ -4,8 +4,8 @@ import assert from "node:assert/strict";
 import { randomBytes } from "node:crypto";
 import { after, before, test } from "node:test";
 
-import { ClocheError, Pool, putTemplate, run, Sandbox, Snapshot, Template, VERSION, Volume } from "../src/index.js";
-import type { StreamEvent } from "../src/index.js";
+import { ClocheError, Image, Pool, putTemplate, run, Sandbox, Snapshot, Template, VERSION, Volume } from "../src/index.js";
+import type { CodeEvent, StreamEvent } from "../src/index.js";
 import { camel } from "../src/shapes.js";
 import { Between, type Seen } from "./between.js";
 import { compare, fill, find, load, type Names, type Request, type Step } from "./vectors.js";
@@ -22,15 +22,16 @@ after(() => between[Symbol.asyncDispose]());
 
 /** What a call takes by position; the rest are options. */
 const POSITIONS: Record<string, string[]> = {
-  exec: ["command"], exec_stream: ["command"], start: ["command"], run: ["command", "code"], run_code: ["code"],
+  exec: ["command"], exec_stream: ["command"], start: ["command"], run: ["command", "code"], run_code: ["code"], run_code_stream: ["code"], run_stream: ["code"],
+  pull: ["reference"], build: ["recipe"], wait_ready: ["ready"],
   read: ["path"], stat: ["path"], exists: ["path"], remove: ["path"], make_dir: ["path"], download: ["path"], list: ["path"],
   write: ["path", "data"], move: ["path", "target"], upload: ["path", "archive"],
-  get: ["sandbox", "execution", "snapshot", "name"], signal: ["number"], resize: ["columns", "rows"],
+  get: ["sandbox", "execution", "snapshot", "name", "reference"], signal: ["number"], resize: ["columns", "rows"],
   extend: ["timeout_s"], suspend: ["mode"], restore: ["snapshot"], fork: ["count"], diff: ["other"], scale: ["size"],
   create: ["language"],
 };
 const NAMED: Record<string, string[]> = { "Volume.create": ["name"], "Pool.create": ["template"], "Sandbox.create": [], "pool.claim": [] };
-const NOUNS: Record<string, unknown> = { Sandbox, Snapshot, Volume, Pool };
+const NOUNS: Record<string, unknown> = { Sandbox, Snapshot, Volume, Pool, Image };
 
 for (const [name, vector] of all) {
   if (vector.without?.["typescript"] !== undefined) continue;
@@ -92,6 +93,7 @@ async function call(step: Step, given: Record<string, unknown>, names: Names): P
     const extra = known === undefined ? rest : { ...rest, ...there };
   const outcome = await method.call(receiver, ...values, ...(Object.keys(extra).length > 0 ? [extra] : []));
   if (verb === "exec_stream" || verb === "stream") return gathered(outcome as AsyncIterable<StreamEvent>, step.take ?? {});
+  if (verb === "run_code_stream" || verb === "run_stream") return told(outcome as AsyncIterable<CodeEvent>);
   return given["format"] === "stream" ? joined(outcome as AsyncIterable<Uint8Array>) : outcome;
 }
 
@@ -112,6 +114,17 @@ async function gathered(events: AsyncIterable<StreamEvent>, take: Record<string,
     if (Object.keys(take).length > 0 && Object.entries(take).every(([stream, wanted]) => text(stream).includes(wanted))) break;
   }
   return told;
+}
+
+async function told(events: AsyncIterable<CodeEvent>): Promise<unknown> {
+  const all = { stdout: "", stderr: "", shown: [] as unknown[], failed: undefined as unknown, result: undefined as unknown };
+  for await (const event of events) {
+    if (event.type === "output") all[event.stream] += event.text;
+    else if (event.type === "shown") all.shown.push(event.result);
+    else if (event.type === "failed") all.failed = event.error;
+    else if (event.type === "ended") all.result = event.result;
+  }
+  return all;
 }
 
 async function joined(pieces: AsyncIterable<Uint8Array>): Promise<Uint8Array> {
