@@ -37,6 +37,7 @@ def node_directory() -> Path | None:
     return None
 
 
+ABSENT: dict[str, str] = {}
 needs_node = pytest.mark.skipif(node_directory() is None, reason="needs Node.js 20: scripts/install gets it")
 
 
@@ -108,6 +109,44 @@ def test_the_versions_agree():
     assert (PACKAGE / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
+def public() -> set[str]:
+    """Every call that a user can make, as the sources have it."""
+    found: set[str] = set()
+    for path in (PACKAGE / "src").glob("*.ts"):
+        text = path.read_text()
+        if path.stem == "index":
+            continue
+        for noun, body in re.findall(r"^export (?:class|const) (\w+)[^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
+            verbs = re.findall(r"^  (?:static )?(?:async )?\*?(\w+)(?:<.*?>)?\(", body, re.MULTILINE)
+            found |= {f"{noun}.{verb}" for verb in verbs if verb not in ("constructor", "if", "for")}
+        found |= set(re.findall(r"^export (?:async )?function\*? (\w+)\(", text, re.MULTILINE))
+    exported = set(re.findall(r"\b(\w+)\b", re.sub(r"//.*|/\*.*?\*/", "", (PACKAGE / "src/index.ts").read_text(), flags=re.DOTALL)))
+    return {name for name in found if name.partition(".")[0] in exported}
+
+
+def test_every_call_has_its_heading_and_no_heading_is_stale():
+    page = (ROOT / "docs/reference/typescript.md").read_text()
+    headings = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(headings) == len(set(headings))
+    assert set(headings) == public()
+
+
+def test_what_python_does_typescript_does_too():
+    """Every verb of the Python SDK, but for what is listed with its reason."""
+    from cloche.sdk import sync, sync_pools
+
+    ours = {name.replace("_", "").lower() for name in public()}
+    missing = set()
+    for kind in (sync.Sandbox, sync.Process, sync.Processes, sync.Files, sync.Context, sync.Contexts, sync.SandboxPolicy, sync.Snapshot, sync.Volume,
+                 sync.Image, sync_pools.Pool):  # fmt: skip
+        for name, value in vars(kind).items():
+            if not name.startswith("_") and not isinstance(value, property):
+                call = f"{kind.__name__}.{name}"
+                if call.replace("_", "").lower() not in ours:
+                    missing.add(call)
+    assert missing == set(ABSENT)
+
+
 @needs_node
 def test_the_suite_passes_against_a_real_server(package, served):
     files = sorted((package / ".tests/tests").glob("*.test.js"))
@@ -127,6 +166,42 @@ def test_the_package_holds_what_it_should_and_nothing_else(package):
         "LICENSE", "README.md", "package.json", *(f"dist/{name}.{end}" for name in modules for end in ("js", "d.ts")),
     }  # fmt: skip
     assert packed["name"] == "@cloche/sdk"
+
+
+PAGES = ("docs/guides/typescript.md", "docs/reference/typescript.md", "sdk/typescript/README.md", "README.md")
+PROGRAM = re.compile(r"^```typescript\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def programs(package: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """The programs of the documentation, type-checked as a user's would be: each by its page and number, with what it should print."""
+    place = tmp_path_factory.mktemp("programs")
+    (place / "node_modules/@cloche").mkdir(parents=True)
+    (place / "node_modules/@cloche/sdk").symlink_to(package)
+    for name in ("@types", "undici-types"):
+        (place / "node_modules" / name).symlink_to(package / "node_modules" / name)
+    (place / "package.json").write_text('{"type": "module"}')
+    options = {
+        "target": "ES2022", "module": "NodeNext", "strict": True, "types": ["node"], "lib": ["ES2023", "ESNext.Disposable"], "outDir": "made",
+        "preserveSymlinks": True, "rootDir": ".",
+    }  # fmt: skip
+    (place / "tsconfig.json").write_text(json.dumps({"compilerOptions": options, "include": ["*.ts"]}))
+    found = {}
+    for page in PAGES:
+        for number, (source, prints) in enumerate(PROGRAM.findall((ROOT / page).read_text())):
+            name = f"{page.replace('/', '-').removesuffix('.md')}-{number}"
+            (place / f"{name}.ts").write_text(source)
+            found[f"{page} {number}"] = (place / f"made/{name}.js", prints)
+    run("node", package / "node_modules/typescript/bin/tsc", "-p", place, cwd=place)
+    return found
+
+
+@needs_node
+def test_the_programs_of_the_documentation_run_and_print_what_it_says(programs, served):
+    assert {name.partition(" ")[0] for name in programs} == set(PAGES)
+    for name, (program, prints) in programs.items():
+        told = run("node", program, env=reach(served), cwd=program.parent)
+        assert told == prints or not prints, f"{name} printed:\n{told}"
 
 
 @needs_node
