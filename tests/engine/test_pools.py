@@ -632,11 +632,15 @@ def test_a_startup_action_that_fails_ends_the_sandbox(home, action):
 # ── what waits for `create` ────────────────────────────────────────────────────────────────────────
 
 
+def _ready(bench):
+    return sum(len(pool._ready) for pool in bench.engine._stock.guesses._pools.values())
+
+
 def test_a_keeper_has_one_waiting_of_the_shape_that_was_used_last(home):
     async def check():
         async with Bench(home, warm=1) as bench:
             first = await bench.engine.create(model.SandboxSpec(env={"A": "1"}))
-            await bench.settled(lambda: len(bench.live) == 2)
+            await bench.settled(lambda: len(bench.live) == 2 and _ready(bench) == 1)
             waiting = bench.live[1]
             assert waiting.environment == {}
             second = await bench.engine.create(model.SandboxSpec(env={"A": "2"}, name="second"))
