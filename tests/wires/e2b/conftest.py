@@ -98,7 +98,13 @@ def environment_of(pair: str) -> Path:
     return place / "bin/python"
 
 
-def client_of(pair: str, served: server.Served, key: str | None = None) -> Client:
+def client_of(
+    pair: str,
+    served: server.Served,
+    key: str | None = None,
+    variables: dict[str, str] | None = None,
+    command: list[str] | None = None,
+) -> Client:
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(served.home),
@@ -106,8 +112,9 @@ def client_of(pair: str, served: server.Served, key: str | None = None) -> Clien
         "E2B_API_URL": served.url,
         "E2B_SANDBOX_URL": served.url,
         "PYTHONDONTWRITEBYTECODE": "1",
+        **(variables or {}),
     }
-    return Client([str(environment_of(pair)), "-c", WORKER], environment)
+    return Client(command or [str(environment_of(pair)), "-c", WORKER], environment)
 
 
 @pytest.fixture(scope="session")

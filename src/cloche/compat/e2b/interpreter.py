@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 
 from cloche import errors, model
-from cloche.compat.e2b import connect, faults, guests
+from cloche.compat.e2b import connect, faults, guests, notebooks
 from cloche.compat.e2b.state import Place
 
 _KEEPALIVE_S = 5.0
@@ -52,9 +52,13 @@ async def execute(place: Place) -> Response:
     if body.context_id is not None and body.language is not None:
         raise faults.Fault(400, "Only one of context_id or language can be provided")
     if body.context_id is not None:
-        context = (await _known(place, body.context_id)).id
+        known = await _known(place, body.context_id)
+        context, language = known.id, known.language
     else:
-        context = await _default(place, _language(body.language))
+        language = _language(body.language)
+        context = await _default(place, language)
+    if language == "python":
+        body.code = notebooks.plain(body.code)
     lines = connect.with_keepalive(_run(place, context, body), _KEEPALIVE_S, {"type": "keepalive"})
     return connect.Stream(_lines(lines), place.config.server.write_timeout_s, "application/x-ndjson")
 
