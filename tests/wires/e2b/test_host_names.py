@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -50,19 +51,28 @@ def terminated(target: int, directory: Path) -> Iterator[tuple[int, Path]]:
             threading.Thread(target=relay, args=(raw,), daemon=True).start()
 
     def relay(raw: socket.socket) -> None:
-        with contextlib.suppress(OSError), context.wrap_socket(raw, server_side=True) as near:
-            with socket.create_connection(("127.0.0.1", target)) as far, selectors.DefaultSelector() as ready:
-                ready.register(near, selectors.EVENT_READ, far)
-                ready.register(far, selectors.EVENT_READ, near)
-                while True:
-                    for one, _ in ready.select():
-                        while True:
-                            data = one.fileobj.recv(65536)  # type: ignore[union-attr]
-                            if not data:
-                                return
-                            one.data.sendall(data)
-                            if not (one.fileobj is near and near.pending()):
-                                break
+        with (
+            contextlib.suppress(OSError),
+            context.wrap_socket(raw, server_side=True) as near,
+            socket.create_connection(("127.0.0.1", target)) as far,
+            selectors.DefaultSelector() as ready,
+        ):
+            ready.register(near, selectors.EVENT_READ, far)
+            ready.register(far, selectors.EVENT_READ, near)
+            while True:
+                for one, _ in ready.select():
+                    if not moved(one.fileobj, one.data):
+                        return
+
+    def moved(source: Any, sink: Any) -> bool:
+        """Everything that has come; False at its end."""
+        while True:
+            data = source.recv(65536)
+            sink.sendall(data)
+            if not data:
+                return False
+            if not (isinstance(source, ssl.SSLSocket) and source.pending()):
+                return True
 
     threading.Thread(target=accept, daemon=True).start()
     try:

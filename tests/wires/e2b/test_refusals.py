@@ -146,7 +146,6 @@ def test_a_key_that_may_not_run_commands_gets_none_run(served: server.Served, ht
         ("POST", "/sandboxes", {"templateID": "base", "mcp": {"a": {}}}, "mcp"),
         ("POST", "/v2/sandboxes", {"templateID": "base", "network": {"egressProxy": {"address": "x"}}}, "egressProxy"),
         ("POST", "/v2/sandboxes", {"templateID": "base", "network": {"rules": {"a.test": [{}]}}}, "network.rules"),
-        ("POST", "/v2/sandboxes", {"templateID": "base", "network": {"maskRequestHost": "x"}}, "maskRequestHost"),
     ],
 )  # fmt: skip
 def test_what_is_not_honoured_has_a_name(

@@ -134,3 +134,25 @@ def test_the_sdks_host_leads_to_the_port(program: Client, box: str) -> None:
     with httpx.Client(trust_env=False, timeout=50) as anybody:
         answer = anybody.get(f"http://127.0.0.1:{host.rpartition(':')[2]}/", headers={"Host": host})
     assert "Directory listing" in answer.text
+
+
+def test_new_rules_about_what_goes_out_open_nothing(private: Traffic, http: httpx.Client) -> None:
+    http.put(f"/sandboxes/{private.id}/network", json={"denyOut": ["0.0.0.0/0"]}).raise_for_status()
+    assert private.by_name().status_code == 401
+    forks = http.post(f"/sandboxes/{private.id}/fork", json={"count": 1}).raise_for_status().json()
+    fork = forks[0]["sandbox"]["sandboxID"]
+    assert http.get(f"/sandboxes/{fork}").json()["network"]["allowPublicTraffic"] is False
+    assert http.delete(f"/sandboxes/{fork}").status_code == 204
+
+
+def test_a_masked_host(served: server.Served, http: httpx.Client) -> None:
+    for mask in ("a b", "x\r\nX-More: 1", "", "a/b", "${HOME}.test", "x" * 300):
+        body = {"templateID": "base", "network": {"maskRequestHost": mask}}
+        assert http.post("/sandboxes", json=body).status_code == 400, mask
+    found = make(served, http, {"maskRequestHost": "${PORT}-mine.example.test"})
+    try:
+        for call in (found.by_name, found.by_headers):
+            heard = dict(call("/shown").json()["headers"])
+            assert heard["host"] == f"{found.port}-mine.example.test"
+    finally:
+        http.delete(f"/sandboxes/{found.id}")

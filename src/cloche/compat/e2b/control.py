@@ -225,7 +225,7 @@ def _rules(call: Call, info: model.SandboxInfo, rules: Any) -> dict[str, Any]:
     if held is not None and held.network is not None:
         said: dict[str, Any] = msgspec.to_builtins(held.network)
         said.pop("allow_internet_access", None)
-        return {"allowPublicTraffic": True, **said}
+        return {**said, "allowPublicTraffic": held.network.public}
     return {"allowOut": list(rules.allow), "denyOut": list(rules.deny), "allowPublicTraffic": False}
 
 
@@ -303,6 +303,9 @@ async def _fork(call: Call) -> Response:
     made = []
     for child in await call.backend.fork(info.id, body.count):
         kept = child if body.timeout is None else await call.backend.extend(child.id, body.timeout)
+        own, parents = call.state.of(child.id), call.state.known(info.id)
+        if parents is not None:
+            own.network, own.timeout_s = parents.network, body.timeout or parents.timeout_s
         made.append({"sandbox": _sandbox(call, kept)})
     return faults.json(made, 201)
 
@@ -336,7 +339,8 @@ async def _put_network(call: Call) -> Response:
     info = await calls.alive(call)
     rules = network.translate(body, internet=body.allow_internet_access)
     await call.backend.update_policy(info.id, {"network": rules})
-    call.state.of(info.id).network = body
+    held = call.state.of(info.id)
+    held.network = body.after(held.network)
     return Response(status_code=204)
 
 

@@ -72,9 +72,17 @@ class Entrance(Protocol):
         """The backend for who may reach a sandbox's ports without being anybody."""
 
     async def pass_on(
-        self, scope: Scope, receive: Receive, send: Send, backend: interfaces.Backend, sandbox: str, port: int
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        backend: interfaces.Backend,
+        sandbox: str,
+        port: int,
+        host: str = "",
     ) -> None:
-        """A request or WebSocket, to a port of a sandbox; raises before anything is answered."""
+        """A request or WebSocket, to a port of a sandbox, under a host name that is given or its own; raises before anything is
+        answered."""
 
 
 class Face:
@@ -172,7 +180,9 @@ class Face:
             if info is None:
                 await faults.gone(sandbox)(scope, receive, send)
                 return
-            await self._entrance.pass_on(scope, receive, observed, backend, info.id, port)
+            rules = self._state.of(info.id).network
+            host = rules.masked(port) if rules is not None else ""
+            await self._entrance.pass_on(scope, receive, observed, backend, info.id, port, host)
         except Exception as problem:
             if begun:
                 raise
@@ -191,7 +201,7 @@ class Face:
             key = self._state.holder(sandbox, token, ("access", "traffic"))
             if key is not None:
                 return self._entrance.again(headers, key, what)
-        if held.network is not None and held.network.allow_public_traffic:
+        if held.network is not None and held.network.public:
             return self._entrance.visitor(headers, "e2b:public", sandbox, what)
         return None
 

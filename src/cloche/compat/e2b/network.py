@@ -17,6 +17,7 @@ there. `test_network.py` holds the translation against an evaluator of E2B's rul
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from cloche.compat.e2b import faults
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _EVERYTHING = ipaddress.ip_network("0.0.0.0/0")
 """Allowed or denied, it means all there is: E2B's sandboxes know no other addresses."""
+_MASK = re.compile(r"(?:[A-Za-z0-9._-]|\$\{PORT\}){1,200}(?::(?:\d{1,5}|\$\{PORT\}))?")
 _NEVER: tuple[_Network, ...] = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -39,7 +41,7 @@ _NEVER: tuple[_Network, ...] = tuple(
 class Config(msgspec.Struct, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
     allow_out: list[str] = []
     deny_out: list[str] = []
-    allow_public_traffic: bool = True
+    allow_public_traffic: bool | None = None
     rules: dict[str, Any] | None = None
     egress_proxy: Any = None
     mask_request_host: str | None = None
@@ -48,15 +50,39 @@ class Config(msgspec.Struct, forbid_unknown_fields=True, rename="camel", kw_only
     allow_internet_access: bool | None = msgspec.field(default=None, name="allow_internet_access")
     """Of the request that replaces the rules of a live sandbox; at creation it stands beside the object."""
 
+    @property
+    def public(self) -> bool:
+        """Whether a sandbox's ports are open to everybody; they are unless somebody said otherwise."""
+        return self.allow_public_traffic is not False
+
+    def masked(self, port: int) -> str:
+        """The host name that what listens on a port hears; empty is the one that was asked for."""
+        return (self.mask_request_host or "").replace("${PORT}", str(port))
+
+    def after(self, before: Config | None) -> Config:
+        """These rules put in the place of others: they are about what goes out, and who may come in stays as it was unless it
+        is said anew."""
+        if before is None:
+            return self
+        kept = {
+            field: getattr(before, field)
+            for field in ("allow_public_traffic", "mask_request_host")
+            if getattr(self, field) is None
+        }
+        return msgspec.structs.replace(self, **kept)
+
 
 def translate(config: Config, *, internet: bool | None = None) -> dict[str, Any]:
     """The fields of our group `network`."""
     for field, value in (
-        ("network.rules", config.rules), ("network.egressProxy", config.egress_proxy), ("network.maskRequestHost", config.mask_request_host),
+        ("network.rules", config.rules), ("network.egressProxy", config.egress_proxy),
         ("network.dnsServers", config.dns_servers), ("network.httpsPorts", config.https_ports),
     ):  # fmt: skip
         if value:
             raise faults.missing(field)
+    if config.mask_request_host is not None and not _MASK.fullmatch(config.mask_request_host):
+        words = f"maskRequestHost is {config.mask_request_host[:100]!r}, which is no host name"
+        raise faults.Fault(400, words, name="network_invalid")
     named = [entry for entry in config.allow_out if _network(entry) is None]
     allowed = [found for entry in config.allow_out if (found := _network(entry)) is not None]
     for entry in allowed:

@@ -164,13 +164,22 @@ class Answers:
         return self.enter_as(headers, anybody, what, "*")
 
     async def pass_on(
-        self, scope: Scope, receive: Receive, send: Send, backend: interfaces.Backend, sandbox: str, port: int
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        backend: interfaces.Backend,
+        sandbox: str,
+        port: int,
+        host: str = "",
     ) -> None:
-        """A request or WebSocket, to a port of a sandbox on an origin of its own. Raises before anything is answered."""
+        """A request or WebSocket, to a port of a sandbox on an origin of its own, which hears `host` for its name if one is given.
+        Raises before anything is answered."""
+        target = proxy.named(scope, backend, sandbox, port, self._config)
+        if host:
+            target = target._replace(host=host.encode("latin-1"))
         try:
-            await proxy.pass_on(
-                scope, receive, send, proxy.named(scope, backend, sandbox, port, self._config)
-            )
+            await proxy.pass_on(scope, receive, send, target)
         except proxy.Broken:
             return  # what has begun is cut, which tells the client that it is not whole
 
