@@ -35,7 +35,15 @@ def framework(name: str) -> tuple[str, Path]:
             [packages] = place.glob("lib/python3*/site-packages")
             [theirs] = beside.glob("lib/python3*/site-packages")
             (packages / "e2b.pth").write_text(f"{theirs}\n")
-            pip = [place / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
+            pip = [
+                str(place / "bin/python"),
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--disable-pip-version-check",
+                package,
+            ]
             subprocess.run(pip, check=True, timeout=5 * PATIENCE_S)
             done.write_text(package)
     return pair, place / "bin/python"
