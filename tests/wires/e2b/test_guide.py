@@ -7,7 +7,7 @@ import pytest
 
 from cloche.compat.e2b import control
 from tests.wires.e2b import table
-from tests.wires.e2b.conftest import Client
+from tests.wires.e2b.conftest import Client, environment_of
 
 pytestmark = pytest.mark.timeout(900)
 GUIDE = (Path(__file__).parents[3] / "docs/guides/e2b.md").read_text()
@@ -36,3 +36,16 @@ def test_the_calls_are_those_that_are_tested() -> None:
     assert f"{len(table.TABLE)} calls" in GUIDE
     refused = re.findall(r"^\| `([^|]*)` \| (501|the SDK) \|", GUIDE, re.MULTILINE)
     assert refused == [(case.call, case.by) for case in table.REFUSED]
+
+
+def test_every_route_of_the_newest_client_is_known() -> None:
+    """Known, be it honoured or not: what a client may ask for has a name here."""
+    [clients] = environment_of("newest").parents[1].glob("lib/python3*/site-packages/e2b/api/client/api")
+    asked = set()
+    for file in clients.rglob("*.py"):
+        text = file.read_text()
+        method, path = re.search(r'"method": "(\w+)"', text), re.search(r'"url": f?"([^"]*)"', text)
+        if method and path:
+            asked.add((method[1].upper(), re.sub(r"\{\w+\}", "{}", path[1])))
+    assert len(asked) > 30
+    assert asked <= {(route.method, re.sub(r"\{\w+\}", "{}", route.path)) for route in control.TABLE}

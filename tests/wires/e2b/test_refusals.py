@@ -196,6 +196,25 @@ def test_a_call_that_is_not_honoured_does_nothing(
     assert alive(http) == before
 
 
+@pytest.mark.parametrize("act", ["connect", "resume", "timeout", "refreshes", "pause", "fork", "snapshots"])
+def test_fields_that_nobody_knows_change_nothing(act: str, box: str, http: httpx.Client) -> None:
+    before = alive(http), http.get(f"/v1/sandboxes/{box}").json()["phase"]
+    answer = http.post(
+        f"/sandboxes/{box}/{act}", json={"timeout": 900, "count": 1, "duration": 9, "surprise": 1}
+    )
+    assert answer.status_code == 400, answer.text
+    assert (alive(http), http.get(f"/v1/sandboxes/{box}").json()["phase"]) == before
+
+
+def test_a_sandbox_that_is_resumed_keeps_what_its_time_does(box: str, http: httpx.Client) -> None:
+    assert http.post(f"/sandboxes/{box}/resume", json={}).status_code == 409
+    assert http.post(f"/sandboxes/{box}/pause", json={"requireHealthyGuest": True}).status_code == 204
+    assert http.post(f"/sandboxes/{box}/resume", json={"autoPause": True}).status_code == 501
+    assert http.get(f"/v1/sandboxes/{box}").json()["phase"] == "paused"
+    resumed = http.post(f"/sandboxes/{box}/resume", json={"timeout": 600, "autoPause": False})
+    assert (resumed.status_code, resumed.json()["sandboxID"]) == (201, box)
+
+
 def test_an_unknown_template(program: Client) -> None:
     assert "no-such-template" in refused(program, "Sandbox.create(template='no-such-template')").words
 

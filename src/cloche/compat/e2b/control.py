@@ -76,26 +76,35 @@ class Create(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return {"at_timeout": "archive" if self.autoPauseMemory is False else "pause"}
 
 
-class Timeout(msgspec.Struct, kw_only=True):
+class Timeout(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    timeout: float
+
+
+class Connect(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: float | None = None
     memory: bool | None = None
-    """Of `connect`: false wakes a paused sandbox from its disk, without what was in memory."""
+    """False wakes a paused sandbox from its disk, without what was in memory."""
 
 
-class Refresh(msgspec.Struct, kw_only=True):
+class Resume(Connect, forbid_unknown_fields=True, kw_only=True):
+    autoPause: bool | None = None
+
+
+class Refresh(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     duration: float = 15
 
 
-class Pause(msgspec.Struct, kw_only=True):
+class Pause(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     memory: bool | None = None
+    requireHealthyGuest: bool = False
 
 
-class Fork(msgspec.Struct, kw_only=True):
+class Fork(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     count: int = 1
     timeout: float | None = None
 
 
-class Snapshot(msgspec.Struct, kw_only=True):
+class Snapshot(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str | None = None
     memory: bool | None = None
 
@@ -237,15 +246,19 @@ async def _delete(call: Call) -> Response:
 
 
 async def _connect(call: Call) -> Response:
-    body = await calls.body(call, Timeout)
+    body = await calls.body(call, Connect)
     return await _bring_back(call, body.timeout or 300, memory=body.memory is not False)
 
 
 async def _resume(call: Call) -> Response:
-    body = await calls.body(call, Timeout)
-    if (await calls.alive(call)).phase == "running":
+    body = await calls.body(call, Resume)
+    info = await calls.alive(call)
+    if info.phase == "running":
         raise faults.Fault(409, f"sandbox {call.sandbox} is running already", name="sandbox_running")
-    return await _bring_back(call, body.timeout or 15)
+    pauses = info.labels.get(_ON_TIMEOUT) == "pause"
+    if body.autoPause is not None and body.autoPause != pauses:
+        raise faults.missing("another autoPause for a sandbox that is there")
+    return await _bring_back(call, body.timeout or 15, memory=body.memory is not False)
 
 
 async def _bring_back(call: Call, timeout_s: float, *, memory: bool = True) -> Response:
@@ -264,8 +277,6 @@ async def _bring_back(call: Call, timeout_s: float, *, memory: bool = True) -> R
 
 async def _timeout(call: Call) -> Response:
     body = await calls.body(call, Timeout)
-    if body.timeout is None:
-        raise faults.Fault(400, "the body needs `timeout`, in seconds", name="body_invalid")
     info = await calls.alive(call)
     if body.timeout == 0:
         await call.backend.delete(info.id)
@@ -289,6 +300,8 @@ async def _pause(call: Call) -> Response:
     info = await calls.alive(call)
     if info.phase != "running":
         raise faults.Fault(409, f"sandbox {info.id} is paused already", name="sandbox_paused")
+    if body.requireHealthyGuest:
+        await call.backend.stat_file(info.id, "/")  # which the guest answers, or it fails
     await call.backend.suspend(info.id, "archive" if body.memory is False else "pause")
     with suppress(errors.PolicyRefused):
         await call.backend.extend(info.id, None)
@@ -495,7 +508,14 @@ TABLE: tuple[Route, ...] = (
     Route("GET", "/templates/{template}/files/{hash}", "template builds", None),
     Route("POST", "/v2/templates/{template}/builds/{build}", "template builds", None),
     Route("GET", "/templates/{template}/builds/{build}/status", "template builds", None),
+    Route("GET", "/templates/{template}/builds/{build}/logs", "template builds", None),
     Route("GET", "/templates/{template}/tags", "template tags", templates.tags),
+    Route("GET", "/templates/{template}/tags/count", "template tags", None),
+    Route("GET", "/templates/{template}/tags/exists", "template tags", None),
+    Route("GET", "/templates/{template}/tags/groups", "template tags", None),
+    Route("GET", "/templates/{template}/tags/{tag}/assignments", "template tags", None),
+    Route("PATCH", "/v2/templates/{template}", "template", None),
+    Route("GET", "/default-templates", "template list", templates.list_own),
     Route("GET", "/volumes", "volumes", None),
     Route("POST", "/volumes", "volumes", None),
     Route("GET", "/volumes/{volume}", "volumes", None),
@@ -507,6 +527,7 @@ TABLE: tuple[Route, ...] = (
     Route("DELETE", "/secrets/{secret}", "secrets", None),
     Route("GET", "/teams", "teams", None),
     Route("GET", "/teams/{team}/metrics", "teams", None),
+    Route("GET", "/teams/{team}/metrics/max", "teams", None),
     Route("GET", "/api-keys", "API keys", None),
     Route("POST", "/api-keys", "API keys", None),
     Route("POST", "/access-tokens", "access tokens", None),
@@ -519,6 +540,7 @@ _ROOTS = frozenset(
         "sandboxes",
         "snapshots",
         "templates",
+        "default-templates",
         "volumes",
         "secrets",
         "teams",

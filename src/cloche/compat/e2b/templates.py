@@ -25,6 +25,11 @@ async def list_all(call: Call) -> Response:
     return calls.page(call, await call.backend.templates(), _shown)
 
 
+async def list_own(call: Call) -> Response:
+    """Those that come with this server."""
+    return calls.page(call, [info for info in await call.backend.templates() if info.builtin], _shown)
+
+
 async def one(call: Call) -> Response:
     found = await _find(call, call.places["template"])
     if isinstance(found, stock.SnapshotInfo):
