@@ -355,7 +355,7 @@ def test_images_are_the_operator_s(served, http):
 
 def test_the_operator_s_chores(http):
     assert http.post("/v1/sweep").json() == {"swept": []}
-    assert http.post("/v1/secrets/rotate-key").json() == {
+    assert http.post("/v1/secret-keys/rotate").json() == {
         "count": len(http.get("/v1/secrets").json()["secrets"])
     }
 

@@ -137,53 +137,148 @@ export const codes = {
 
 export type ErrorCode = keyof typeof codes;
 
-export interface Failure {
-  error: Fault;
+/** A token for one sandbox. Who has it may do in it what its scopes say, until it expires or the sandbox ends. */
+export interface AccessToken {
+  token: string;
+  sandbox: string;
+  scopes: string[];
+  expiresAt: number;
 }
 
-/** What went wrong: a stable code, a sentence, what to do. */
-export interface Fault {
+/** One thing a new sandbox does before it counts as ready: exactly one of the fields. */
+export interface Action {
+  run: string | string[] | null;
+  write: FileToWrite | null;
+  waitFor: Probe | null;
+  suspend: "now" | null;
+  suspendAt: number | null;
+  user: string;
+  timeoutS: number;
+}
+
+/** One thing a new sandbox does before it counts as ready: exactly one of the fields. */
+export interface ActionBody {
+  run?: string | string[] | null;
+  write?: FileToWriteBody | null;
+  waitFor?: ProbeBody | null;
+  suspend?: "now" | null;
+  suspendAt?: number | null;
+  user?: string;
+  timeoutS?: number;
+}
+
+export interface AnswerBody {
+  answer: "deny" | "once" | "sandbox";
+  reason?: string;
+}
+
+export interface Applied {
+  paths: string[];
+}
+
+export interface ApplyBody {
+  paths?: string[] | null;
+}
+
+export interface Began {
+  sandbox: string;
+  execution: string;
+}
+
+/** Event `error`: why a stream ended before its time. */
+export interface Broken {
   code: string;
   message: string;
   hint: string | null;
-  requestId: string;
   details: Record<string, unknown>;
 }
 
-export interface Lines {
+export interface BuildBody {
+  recipe: Record<string, unknown>;
+}
+
+/** `[syscalls]`: the filter. */
+export interface Calls {
+  profile: "moderate" | "permissive" | "restrictive";
+  deny: string[];
+}
+
+/** Fields of the group `network`, each replaced as a whole. */
+export interface ChangeBody {
+  network: Record<string, unknown>;
+}
+
+export interface Changes {
   nextCursor: string | null;
-  lines: Line[];
+  changes: FileChange[];
 }
 
-/** One act, in the chain of its segment. */
-export interface Line {
-  segment: string;
+/** Events `stdout` and `stderr`: text, or base64 where the bytes are not UTF-8. */
+export interface Chunk {
   seq: number;
-  time: number;
-  kind: string;
-  actor: string | null;
+  text?: string;
+  data?: string;
+}
+
+export interface ClaimInfo {
+  name: string;
+  spec: ClaimSpec;
   sandbox: string | null;
-  outcome: string | null;
-  data: Record<string, unknown>;
-  prev: string | null;
-  hash: string | null;
+  warm: boolean;
+  coldReason: string | null;
+  template: string;
+  templateVersion: string;
+  createdAt: number;
+  boundAt: number | null;
+  finishedAt: number | null;
+  conditions: Condition[];
 }
 
-export interface Report {
-  segments: number;
-  lines: number;
-  signed: number;
-  head: string;
-  damaged: boolean;
-  findings: Finding[];
+/** A request for one sandbox, and everything that differs from its template: bound to a warm one in one message. */
+export interface ClaimSpec {
+  name: string | null;
+  pool: string;
+  env: Record<string, string>;
+  files: Record<string, string>;
+  secrets: string[];
+  policy: Record<string, unknown>;
+  resources: Record<string, number>;
+  volumes: Record<string, Mount>;
+  labels: Record<string, string>;
+  requirements: Requirements;
+  timeoutS: number | null;
+  idleTimeoutS: number | null;
+  waitS: number;
+  shutdownTime: number | null;
+  ttlSecondsAfterFinished: number | null;
+  shutdownPolicy: "Delete" | "Retain";
+  stay: boolean;
 }
 
-export interface Finding {
-  kind: "appended" | "edited" | "removed" | "reordered" | "torn" | "truncated" | "unlisted" | "unsigned" | "wrong_key";
-  segment: string;
-  line: number;
-  words: string;
-  damage: boolean;
+/** A request for one sandbox, and everything that differs from its template: bound to a warm one in one message. */
+export interface ClaimSpecBody {
+  name?: string | null;
+  pool: string;
+  env?: Record<string, string>;
+  files?: Record<string, string>;
+  secrets?: string[];
+  policy?: Record<string, unknown>;
+  resources?: Record<string, number>;
+  volumes?: Record<string, MountBody>;
+  labels?: Record<string, string>;
+  requirements?: RequirementsBody;
+  timeoutS?: number | null;
+  idleTimeoutS?: number | null;
+  waitS?: number;
+  shutdownTime?: number | null;
+  ttlSecondsAfterFinished?: number | null;
+  shutdownPolicy?: "Delete" | "Retain";
+  stay?: boolean;
+}
+
+export interface Claims {
+  nextCursor: string | null;
+  claims: ClaimInfo[];
 }
 
 export interface CodeBody {
@@ -192,17 +287,6 @@ export interface CodeBody {
   language?: string;
   env?: Record<string, string> | null;
   timeoutS?: number | null;
-}
-
-/** What one run of code gave; `text` is the last expression's value. */
-export interface Ran {
-  text: string | null;
-  results: (Record<string, unknown>)[];
-  stdout: string;
-  stderr: string;
-  error: CodeError | null;
-  executionCount: number;
-  exitCode: number | null;
 }
 
 export interface CodeError {
@@ -221,9 +305,14 @@ export interface CodeText {
   text: string;
 }
 
-export interface CreateContextBody {
-  language?: string;
-  cwd?: string | null;
+/** One statement about a noun, and since when it is so. The spelling of the wire is made at the border. */
+export interface Condition {
+  type: string;
+  status: "False" | "True" | "Unknown";
+  reason: string;
+  message: string;
+  lastTransitionTime: number;
+  observedGeneration: number;
 }
 
 export interface ContextInfo {
@@ -238,8 +327,61 @@ export interface Contexts {
   contexts: ContextInfo[];
 }
 
-export interface ForkBody {
-  count?: number;
+export interface Count {
+  count: number;
+}
+
+/** A sandbox to make. What is left out is the template's, and then the server's default. */
+export interface CreateBody {
+  name?: string | null;
+  template?: string;
+  profile?: string;
+  mode?: string | null;
+  env?: Record<string, string>;
+  resources?: Record<string, number>;
+  timeoutS?: number | null;
+  idleTimeoutS?: number | null;
+  minimumIsolation?: "gvisor" | "microvm" | "namespaces" | "process";
+  labels?: Record<string, string>;
+  policy?: Record<string, unknown>;
+  image?: string | null;
+  snapshot?: string | null;
+  secrets?: string[];
+  volumes?: Record<string, MountBody>;
+  workspace?: string | null;
+  overlay?: boolean;
+}
+
+export interface CreateContextBody {
+  language?: string;
+  cwd?: string | null;
+}
+
+/** Something the glass stopped, with the evidence for saying so. */
+export interface Denial {
+  kind: "file" | "limit" | "network" | "syscall";
+  operation: string;
+  target: string;
+  rule: string;
+  hint: string;
+  evidence: "inferred" | "landlock_audit" | "limit" | "proxy" | "seccomp";
+}
+
+export interface DeniedEvent {
+  seq: number;
+  denial: Denial;
+}
+
+/** `[environment]`: which variables a caller may pass in, by name; `*` stands for any letters. */
+export interface Environment {
+  allow: string[];
+  deny: string[];
+  set: Record<string, string>;
+}
+
+export interface Events {
+  nextCursor: string | null;
+  events: JournalEvent[];
 }
 
 /** One command: a shell line, or a list of arguments. */
@@ -256,6 +398,466 @@ export interface ExecBody {
   merge?: boolean;
   pty?: [number, number] | null;
   outputLimit?: number | null;
+}
+
+/** One command, live or finished, as `processes.list()` shows it. */
+export interface ExecutionInfo {
+  id: string;
+  command: string;
+  pid: number;
+  startedAt: number;
+  running: boolean;
+  pty: boolean;
+  exitCode: number | null;
+  signal: number | null;
+}
+
+export interface Executions {
+  nextCursor: string | null;
+  executions: ExecutionInfo[];
+}
+
+/** What to explain, for a sandbox that exists or for one that would be asked for so. */
+export interface ExplainBody {
+  profile?: string | null;
+  mode?: string | null;
+  policy?: Record<string, unknown>;
+  kind: "env" | "host" | "path" | "secret";
+  target: string;
+  sandbox?: string | null;
+  write?: boolean;
+  method?: string | null;
+  path?: string | null;
+}
+
+/** An answer. `field` is the list or word of the policy that holds the rule; empty for what no policy decides. */
+export interface Explanation {
+  verdict: "allow" | "deny";
+  rule: string;
+  field: string;
+  source: string;
+  reason: string;
+}
+
+export interface ExtendBody {
+  timeoutS: number | null;
+}
+
+export interface Failure {
+  error: Fault;
+}
+
+/** What went wrong: a stable code, a sentence, what to do. */
+export interface Fault {
+  code: string;
+  message: string;
+  hint: string | null;
+  requestId: string;
+  details: Record<string, unknown>;
+}
+
+/** One difference between a workspace and the layer above it. */
+export interface FileChange {
+  kind: "added" | "modified" | "moved" | "removed";
+  path: string;
+  type: "directory" | "file" | "special" | "symlink";
+  size: number;
+  refused: string | null;
+}
+
+export interface FileEvent {
+  type: "chmod" | "create" | "overflow" | "remove" | "rename" | "write";
+  path: string;
+}
+
+export interface FileInfo {
+  name: string;
+  path: string;
+  type: "directory" | "file" | "other" | "symlink";
+  size: number;
+  mode: number;
+  owner: string;
+  group: string;
+  modifiedAt: number;
+  target: string | null;
+}
+
+export interface FileToWrite {
+  path: string;
+  content: string;
+  mode: number | null;
+}
+
+export interface FileToWriteBody {
+  path: string;
+  content?: string;
+  mode?: number | null;
+}
+
+export interface Finding {
+  kind: "appended" | "edited" | "removed" | "reordered" | "torn" | "truncated" | "unlisted" | "unsigned" | "wrong_key";
+  segment: string;
+  line: number;
+  words: string;
+  damage: boolean;
+}
+
+export interface ForkBody {
+  count?: number;
+}
+
+export interface Health {
+  status: string;
+  version: string;
+  sandboxes: number;
+}
+
+/** An image that is unpacked here. Its `digest` is its name for good; a reference may come to mean another. */
+export interface ImageInfo {
+  reference: string;
+  digest: string;
+  kind: "archive" | "directory" | "layout" | "recipe" | "registry";
+  sizeBytes: number;
+  createdAt: number;
+  lastUsedAt: number;
+  inUse: boolean;
+  env: Record<string, string>;
+  user: string;
+  workingDir: string;
+  entrypoint: string[];
+  cmd: string[];
+}
+
+/** One word about an image that is being made: a step begins, a line of its log, or it is done. */
+export interface ImageProgress {
+  kind: "done" | "log" | "step";
+  text: string;
+  step: number;
+  steps: number;
+  cached: boolean;
+  image: ImageInfo | null;
+}
+
+export interface Images {
+  nextCursor: string | null;
+  images: ImageInfo[];
+}
+
+export interface InputBody {
+  data?: string;
+  dataBase64?: string | null;
+  end?: boolean;
+}
+
+/** How strong the glass is, as data. */
+export interface Isolation {
+  level: "gvisor" | "microvm" | "namespaces" | "process";
+  driver: string;
+  userNamespace: boolean;
+  seccomp: boolean;
+  landlockAbi: number;
+  uidRange: boolean;
+  root: "host" | "overlay" | "read-only";
+  network: "off" | "open" | "rules";
+  missing: string[];
+}
+
+/** One thing that happened. `data` depends on the kind. */
+export interface JournalEvent {
+  seq: number;
+  kind: string;
+  sandbox: string | null;
+  time: number;
+  data: Record<string, unknown>;
+}
+
+/** How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`. `at_timeout` is what the end of `timeout_s` does: delete, or suspend. One that it suspended has no end until it is needed again, and then a new life as long as the last; where policy limits lives, suspension is one more of them. */
+export interface Ladder {
+  pauseAfterS: number | null;
+  archiveAfterS: number | null;
+  atTimeout: "archive" | "delete" | "pause";
+}
+
+/** How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`. `at_timeout` is what the end of `timeout_s` does: delete, or suspend. One that it suspended has no end until it is needed again, and then a new life as long as the last; where policy limits lives, suspension is one more of them. */
+export interface LadderBody {
+  pauseAfterS?: number | null;
+  archiveAfterS?: number | null;
+  atTimeout?: "archive" | "delete" | "pause";
+}
+
+/** `[isolation]`: what creation must not fall below. */
+export interface Least {
+  minimum: "gvisor" | "microvm" | "namespaces" | "process";
+  required: string[];
+  rootUser: boolean;
+}
+
+/** One limit: its value, and how honestly it is held. */
+export interface Limit {
+  value: number;
+  enforcement: "enforced" | "none" | "watched";
+  by: string;
+}
+
+/** `[limits]`: the most that a sandbox may be given; None is no limit of the policy's own. */
+export interface Limits {
+  memoryMib: number | null;
+  cpus: number | null;
+  pids: number | null;
+  diskMib: number | null;
+  timeoutS: number | null;
+}
+
+/** One act, in the chain of its segment. */
+export interface Line {
+  segment: string;
+  seq: number;
+  time: number;
+  kind: string;
+  actor: string | null;
+  sandbox: string | null;
+  outcome: string | null;
+  data: Record<string, unknown>;
+  prev: string | null;
+  hash: string | null;
+}
+
+export interface Lines {
+  nextCursor: string | null;
+  lines: Line[];
+}
+
+/** A preview link: who has it reaches one port of one sandbox, without a key, until it expires. */
+export interface LinkInfo {
+  url: string;
+  expiresAt: number;
+}
+
+export interface Made {
+  made: boolean;
+}
+
+export interface MakeDirectoryBody {
+  path: string;
+}
+
+export interface MakeLinkBody {
+  ttlS?: number;
+}
+
+/** What counts for one sandbox, in the groups of a policy file. */
+export interface Merged {
+  files: NounsFiles;
+  network: Network;
+  syscalls: Calls;
+  limits: Limits;
+  environment: Environment;
+  secrets: NounsSecrets;
+  isolation: Least;
+}
+
+/** A volume in a sandbox. */
+export interface Mount {
+  volume: string;
+  readOnly: boolean;
+}
+
+/** A volume in a sandbox. */
+export interface MountBody {
+  volume: string;
+  readOnly?: boolean;
+}
+
+export interface MoveBody {
+  path: string;
+  target: string;
+  overwrite?: boolean;
+}
+
+/** `[network]`: whom the sandbox may speak to. Rules are lines of rules.py; deny wins, an empty list denies all. */
+export interface Network {
+  mode: "off" | "open" | "rules";
+  allow: string[];
+  deny: string[];
+  ask: string[];
+  resolve: Record<string, string>;
+}
+
+export interface NewTokenBody {
+  scopes?: ("events" | "exec" | "files" | "ports" | "sandboxes")[];
+  ttlS?: number;
+}
+
+export interface PoolInfo {
+  name: string;
+  spec: PoolSpec;
+  generation: number;
+  templateVersion: string;
+  size: number;
+  ready: number;
+  making: number;
+  outdated: number;
+  members: string[];
+  hits: number;
+  misses: number;
+  claim: Quantiles;
+  conditions: Condition[];
+}
+
+/** N sandboxes of one template kept warm. `size` is how many unclaimed ready ones are wanted. */
+export interface PoolSpec {
+  name: string | null;
+  template: string;
+  size: number;
+  min: number;
+  max: number | null;
+  update: "OnReplenish" | "Recreate" | "Rolling";
+  maxSurge: number;
+  maxUnavailable: number;
+  refillPerS: number | null;
+  readyGraceS: number;
+  scaleToZeroAfterS: number | null;
+  stay: boolean;
+}
+
+/** N sandboxes of one template kept warm. `size` is how many unclaimed ready ones are wanted. */
+export interface PoolSpecBody {
+  name?: string | null;
+  template: string;
+  size?: number;
+  min?: number;
+  max?: number | null;
+  update?: "OnReplenish" | "Recreate" | "Rolling";
+  maxSurge?: number;
+  maxUnavailable?: number;
+  refillPerS?: number | null;
+  readyGraceS?: number;
+  scaleToZeroAfterS?: number | null;
+  stay?: boolean;
+}
+
+export interface Pools {
+  nextCursor: string | null;
+  pools: PoolInfo[];
+}
+
+/** A TCP port that something inside listens on. */
+export interface PortInfo {
+  port: number;
+  address: string;
+}
+
+export interface Ports {
+  ports: PortInfo[];
+}
+
+/** Something to wait for: a port that accepts, or a command that exits with 0. */
+export interface Probe {
+  port: number | null;
+  command: string | string[] | null;
+  timeoutS: number;
+  everyS: number;
+}
+
+/** Something to wait for: a port that accepts, or a command that exits with 0. */
+export interface ProbeBody {
+  port?: number | null;
+  command?: string | string[] | null;
+  timeoutS?: number;
+  everyS?: number;
+}
+
+export interface PullBody {
+  reference: string;
+}
+
+export interface PutSecretBody {
+  secret: SecretBody;
+  value: string;
+}
+
+/** Exact, over the claims of this engine's life (the last 10,000). */
+export interface Quantiles {
+  count: number;
+  p50Ms: number;
+  p90Ms: number;
+  p99Ms: number;
+  maxMs: number;
+}
+
+/** A connection that waits until somebody says whether it may be made. The first of a series has no id: from then on questions come. */
+export interface Question {
+  id: string;
+  sandbox: string;
+  host: string;
+  port: number;
+  protocol: string;
+  rule: string;
+  execution: string | null;
+  timeoutS: number;
+}
+
+/** What one run of code gave; `text` is the last expression's value. */
+export interface Ran {
+  text: string | null;
+  results: (Record<string, unknown>)[];
+  stdout: string;
+  stderr: string;
+  error: CodeError | null;
+  executionCount: number;
+  exitCode: number | null;
+}
+
+export interface Report {
+  segments: number;
+  lines: number;
+  signed: number;
+  head: string;
+  damaged: boolean;
+  findings: Finding[];
+}
+
+/** What a warm sandbox must have to serve a claim; what is not said does not matter. */
+export interface Requirements {
+  labels: Record<string, string>;
+  minimumIsolation: "gvisor" | "microvm" | "namespaces" | "process" | null;
+  resources: Resources | null;
+  templateVersion: string | null;
+  sandbox: string | null;
+}
+
+/** What a warm sandbox must have to serve a claim; what is not said does not matter. */
+export interface RequirementsBody {
+  labels?: Record<string, string>;
+  minimumIsolation?: "gvisor" | "microvm" | "namespaces" | "process" | null;
+  resources?: ResourcesBody | null;
+  templateVersion?: string | null;
+  sandbox?: string | null;
+}
+
+export interface ResizeBody {
+  columns: number;
+  rows: number;
+}
+
+/** The limits of one sandbox. How each is held is reported in `SandboxInfo.limits`. */
+export interface Resources {
+  memoryMib: number;
+  cpus: number;
+  pids: number;
+  diskMib: number;
+}
+
+/** The limits of one sandbox. How each is held is reported in `SandboxInfo.limits`. */
+export interface ResourcesBody {
+  memoryMib?: number;
+  cpus?: number;
+  pids?: number;
+  diskMib?: number;
+}
+
+export interface RestoreBody {
+  snapshot: string;
 }
 
 /** A finished command, or one that went on in the background (`process` names it then). */
@@ -282,250 +884,8 @@ export interface Result {
   sandbox: string | null;
 }
 
-/** Something the glass stopped, with the evidence for saying so. */
-export interface Denial {
-  kind: "file" | "limit" | "network" | "syscall";
-  operation: string;
-  target: string;
+export interface RuleBody {
   rule: string;
-  hint: string;
-  evidence: "inferred" | "landlock_audit" | "limit" | "proxy" | "seccomp";
-}
-
-/** How strong the glass is, as data. */
-export interface Isolation {
-  level: "gvisor" | "microvm" | "namespaces" | "process";
-  driver: string;
-  userNamespace: boolean;
-  seccomp: boolean;
-  landlockAbi: number;
-  uidRange: boolean;
-  root: "host" | "overlay" | "read-only";
-  network: "off" | "open" | "rules";
-  missing: string[];
-}
-
-/** One command, live or finished, as `processes.list()` shows it. */
-export interface ExecutionInfo {
-  id: string;
-  command: string;
-  pid: number;
-  startedAt: number;
-  running: boolean;
-  pty: boolean;
-  exitCode: number | null;
-  signal: number | null;
-}
-
-export interface Executions {
-  nextCursor: string | null;
-  executions: ExecutionInfo[];
-}
-
-export interface Began {
-  sandbox: string;
-  execution: string;
-}
-
-/** Events `stdout` and `stderr`: text, or base64 where the bytes are not UTF-8. */
-export interface Chunk {
-  seq: number;
-  text?: string;
-  data?: string;
-}
-
-export interface DeniedEvent {
-  seq: number;
-  denial: Denial;
-}
-
-export interface TruncatedEvent {
-  seq: number;
-  stream: "stderr" | "stdout";
-  skipped: number;
-}
-
-export interface InputBody {
-  data?: string;
-  dataBase64?: string | null;
-  end?: boolean;
-}
-
-export interface SignalBody {
-  signal: number;
-  tree?: boolean;
-}
-
-export interface ResizeBody {
-  columns: number;
-  rows: number;
-}
-
-export interface FileInfo {
-  name: string;
-  path: string;
-  type: "directory" | "file" | "other" | "symlink";
-  size: number;
-  mode: number;
-  owner: string;
-  group: string;
-  modifiedAt: number;
-  target: string | null;
-}
-
-export interface WireFiles {
-  nextCursor: string | null;
-  files: FileInfo[];
-}
-
-export interface MoveBody {
-  path: string;
-  target: string;
-  overwrite?: boolean;
-}
-
-export interface MakeDirectoryBody {
-  path: string;
-}
-
-export interface Made {
-  made: boolean;
-}
-
-export interface Count {
-  count: number;
-}
-
-export interface FileEvent {
-  type: "chmod" | "create" | "overflow" | "remove" | "rename" | "write";
-  path: string;
-}
-
-export interface Images {
-  nextCursor: string | null;
-  images: ImageInfo[];
-}
-
-/** An image that is unpacked here. Its `digest` is its name for good; a reference may come to mean another. */
-export interface ImageInfo {
-  reference: string;
-  digest: string;
-  kind: "archive" | "directory" | "layout" | "recipe" | "registry";
-  sizeBytes: number;
-  createdAt: number;
-  lastUsedAt: number;
-  inUse: boolean;
-  env: Record<string, string>;
-  user: string;
-  workingDir: string;
-  entrypoint: string[];
-  cmd: string[];
-}
-
-export interface PullBody {
-  reference: string;
-}
-
-/** One word about an image that is being made: a step begins, a line of its log, or it is done. */
-export interface ImageProgress {
-  kind: "done" | "log" | "step";
-  text: string;
-  step: number;
-  steps: number;
-  cached: boolean;
-  image: ImageInfo | null;
-}
-
-export interface BuildBody {
-  recipe: Record<string, unknown>;
-}
-
-export interface Events {
-  nextCursor: string | null;
-  events: JournalEvent[];
-}
-
-/** One thing that happened. `data` depends on the kind. */
-export interface JournalEvent {
-  seq: number;
-  kind: string;
-  sandbox: string | null;
-  time: number;
-  data: Record<string, unknown>;
-}
-
-export interface Health {
-  status: string;
-  version: string;
-  sandboxes: number;
-}
-
-/** What counts for one sandbox, in the groups of a policy file. */
-export interface Merged {
-  files: NounsFiles;
-  network: Network;
-  syscalls: Calls;
-  limits: Limits;
-  environment: Environment;
-  secrets: NounsSecrets;
-  isolation: Least;
-}
-
-/** `[files]`: the root, paths of a workspace, and directories of the host that are shown beside it. */
-export interface NounsFiles {
-  root: "overlay" | "read-only";
-  protected: string[];
-  deny: string[];
-  read: string[];
-  write: string[];
-}
-
-/** `[network]`: whom the sandbox may speak to. Rules are lines of rules.py; deny wins, an empty list denies all. */
-export interface Network {
-  mode: "off" | "open" | "rules";
-  allow: string[];
-  deny: string[];
-  ask: string[];
-  resolve: Record<string, string>;
-}
-
-/** `[syscalls]`: the filter. */
-export interface Calls {
-  profile: "moderate" | "permissive" | "restrictive";
-  deny: string[];
-}
-
-/** `[limits]`: the most that a sandbox may be given; None is no limit of the policy's own. */
-export interface Limits {
-  memoryMib: number | null;
-  cpus: number | null;
-  pids: number | null;
-  diskMib: number | null;
-  timeoutS: number | null;
-}
-
-/** `[environment]`: which variables a caller may pass in, by name; `*` stands for any letters. */
-export interface Environment {
-  allow: string[];
-  deny: string[];
-  set: Record<string, string>;
-}
-
-/** `[secrets]`: which stored credentials may be bound, by name. */
-export interface NounsSecrets {
-  allow: string[];
-}
-
-/** `[isolation]`: what creation must not fall below. */
-export interface Least {
-  minimum: "gvisor" | "microvm" | "namespaces" | "process";
-  required: string[];
-  rootUser: boolean;
-}
-
-/** Fields of the group `network`, each replaced as a whole. */
-export interface ChangeBody {
-  network: Record<string, unknown>;
 }
 
 /** What a sandbox would be asked for with: a profile or a mode, and rules of its own. */
@@ -533,109 +893,6 @@ export interface RulesBody {
   profile?: string | null;
   mode?: string | null;
   policy?: Record<string, unknown>;
-}
-
-/** What to explain, for a sandbox that exists or for one that would be asked for so. */
-export interface ExplainBody {
-  profile?: string | null;
-  mode?: string | null;
-  policy?: Record<string, unknown>;
-  kind: "env" | "host" | "path" | "secret";
-  target: string;
-  sandbox?: string | null;
-  write?: boolean;
-  method?: string | null;
-  path?: string | null;
-}
-
-/** An answer. `field` is the list or word of the policy that holds the rule; empty for what no policy decides. */
-export interface Explanation {
-  verdict: "allow" | "deny";
-  rule: string;
-  field: string;
-  source: string;
-  reason: string;
-}
-
-export interface RuleBody {
-  rule: string;
-}
-
-/** A connection that waits until somebody says whether it may be made. The first of a series has no id: from then on questions come. */
-export interface Question {
-  id: string;
-  sandbox: string;
-  host: string;
-  port: number;
-  protocol: string;
-  rule: string;
-  execution: string | null;
-  timeoutS: number;
-}
-
-export interface AnswerBody {
-  answer: "deny" | "once" | "sandbox";
-  reason?: string;
-}
-
-export interface PoliciesSecrets {
-  nextCursor: string | null;
-  secrets: SecretInfo[];
-}
-
-/** A secret that is stored. */
-export interface SecretInfo {
-  name: string;
-  hosts: string[];
-  how: "basic" | "bearer" | "header" | "query";
-  user: string;
-  field: string;
-  format: string;
-  env: string;
-  file: string;
-  body: boolean;
-  plain: boolean;
-  createdAt: number;
-  updatedAt: number;
-}
-
-export interface PutSecretBody {
-  secret: SecretBody;
-  value: string;
-}
-
-/** A credential by its name: where it may go, in which place of a request, and where a sandbox finds its placeholder. The value is never part of it. */
-export interface SecretBody {
-  name: string;
-  hosts: string[];
-  how?: "basic" | "bearer" | "header" | "query";
-  user?: string;
-  field?: string;
-  format?: string;
-  env?: string;
-  file?: string;
-  body?: boolean;
-  plain?: boolean;
-}
-
-export interface Ports {
-  ports: PortInfo[];
-}
-
-/** A TCP port that something inside listens on. */
-export interface PortInfo {
-  port: number;
-  address: string;
-}
-
-export interface MakeLinkBody {
-  ttlS?: number;
-}
-
-/** A preview link: who has it reaches one port of one sandbox, without a key, until it expires. */
-export interface LinkInfo {
-  url: string;
-  expiresAt: number;
 }
 
 /** A command in a sandbox of its own, which ends with the request unless `detach`. */
@@ -654,39 +911,6 @@ export interface RunBody {
   outputLimit?: number | null;
   sandbox?: CreateBody;
   detach?: boolean;
-}
-
-/** A sandbox to make. What is left out is the template's, and then the server's default. */
-export interface CreateBody {
-  name?: string | null;
-  template?: string;
-  profile?: string;
-  mode?: string | null;
-  env?: Record<string, string>;
-  resources?: Record<string, number>;
-  timeoutS?: number | null;
-  idleTimeoutS?: number | null;
-  minimumIsolation?: "gvisor" | "microvm" | "namespaces" | "process";
-  labels?: Record<string, string>;
-  policy?: Record<string, unknown>;
-  image?: string | null;
-  snapshot?: string | null;
-  secrets?: string[];
-  volumes?: Record<string, MountBody>;
-  workspace?: string | null;
-  overlay?: boolean;
-}
-
-/** A volume in a sandbox. */
-export interface Mount {
-  volume: string;
-  readOnly: boolean;
-}
-
-/** A volume in a sandbox. */
-export interface MountBody {
-  volume: string;
-  readOnly?: boolean;
 }
 
 /** A sandbox as its users see it. Looking at it neither wakes it nor counts as use. */
@@ -710,94 +934,6 @@ export interface SandboxInfo {
   warnings: string[];
   executions: number;
   reason: string | null;
-}
-
-/** One limit: its value, and how honestly it is held. */
-export interface Limit {
-  value: number;
-  enforcement: "enforced" | "none" | "watched";
-  by: string;
-}
-
-export interface Sandboxes {
-  nextCursor: string | null;
-  sandboxes: SandboxInfo[];
-}
-
-export interface ExtendBody {
-  timeoutS: number | null;
-}
-
-/** What a sandbox costs now, and has cost. */
-export interface SandboxUsage {
-  memoryMib: number;
-  memoryPeakMib: number;
-  cpuMs: number;
-  pids: number;
-  oomKills: number;
-}
-
-export interface NewTokenBody {
-  scopes?: ("events" | "exec" | "files" | "ports" | "sandboxes")[];
-  ttlS?: number;
-}
-
-/** A token for one sandbox. Who has it may do in it what its scopes say, until it expires or the sandbox ends. */
-export interface AccessToken {
-  token: string;
-  sandbox: string;
-  scopes: string[];
-  expiresAt: number;
-}
-
-export interface Changes {
-  nextCursor: string | null;
-  changes: FileChange[];
-}
-
-/** One difference between a workspace and the layer above it. */
-export interface FileChange {
-  kind: "added" | "modified" | "moved" | "removed";
-  path: string;
-  type: "directory" | "file" | "special" | "symlink";
-  size: number;
-  refused: string | null;
-}
-
-export interface ApplyBody {
-  paths?: string[] | null;
-}
-
-export interface Applied {
-  paths: string[];
-}
-
-/** What a sandbox did to the workspace's control files, in words for the person who looks at it. */
-export interface WorkspaceReport {
-  controlFilesChanged: string[];
-  configMerged: string[];
-  configDropped: string[];
-  warnings: string[];
-}
-
-export interface TakeBody {
-  name?: string | null;
-  tags?: string[];
-}
-
-/** A sandbox's files at one moment. */
-export interface SnapshotInfo {
-  id: string;
-  name: string | null;
-  sandbox: string;
-  createdAt: number;
-  sizeBytes: number;
-  files: number;
-  template: string;
-  templateVersion: string | null;
-  parent: string | null;
-  tags: string[];
-  spec: SandboxSpec;
 }
 
 /** Everything that decides what a sandbox is. Two equal specs make interchangeable sandboxes. */
@@ -832,93 +968,94 @@ export interface SandboxSpec {
   inherit: string[];
 }
 
-/** The limits of one sandbox. How each is held is reported in `SandboxInfo.limits`. */
-export interface Resources {
+/** What a sandbox costs now, and has cost. */
+export interface SandboxUsage {
   memoryMib: number;
-  cpus: number;
+  memoryPeakMib: number;
+  cpuMs: number;
   pids: number;
-  diskMib: number;
+  oomKills: number;
 }
 
-/** The limits of one sandbox. How each is held is reported in `SandboxInfo.limits`. */
-export interface ResourcesBody {
-  memoryMib?: number;
-  cpus?: number;
-  pids?: number;
-  diskMib?: number;
+export interface Sandboxes {
+  nextCursor: string | null;
+  sandboxes: SandboxInfo[];
 }
 
-/** One thing a new sandbox does before it counts as ready: exactly one of the fields. */
-export interface Action {
-  run: string | string[] | null;
-  write: FileToWrite | null;
-  waitFor: Probe | null;
-  suspend: "now" | null;
-  suspendAt: number | null;
-  user: string;
-  timeoutS: number;
+export interface ScaleBody {
+  size: number;
 }
 
-/** One thing a new sandbox does before it counts as ready: exactly one of the fields. */
-export interface ActionBody {
-  run?: string | string[] | null;
-  write?: FileToWriteBody | null;
-  waitFor?: ProbeBody | null;
-  suspend?: "now" | null;
-  suspendAt?: number | null;
+/** A credential by its name: where it may go, in which place of a request, and where a sandbox finds its placeholder. The value is never part of it. */
+export interface SecretBody {
+  name: string;
+  hosts: string[];
+  how?: "basic" | "bearer" | "header" | "query";
   user?: string;
-  timeoutS?: number;
+  field?: string;
+  format?: string;
+  env?: string;
+  file?: string;
+  body?: boolean;
+  plain?: boolean;
 }
 
-export interface FileToWrite {
-  path: string;
-  content: string;
-  mode: number | null;
+/** A secret that is stored. */
+export interface SecretInfo {
+  name: string;
+  hosts: string[];
+  how: "basic" | "bearer" | "header" | "query";
+  user: string;
+  field: string;
+  format: string;
+  env: string;
+  file: string;
+  body: boolean;
+  plain: boolean;
+  createdAt: number;
+  updatedAt: number;
 }
 
-export interface FileToWriteBody {
-  path: string;
-  content?: string;
-  mode?: number | null;
+export interface SignalBody {
+  signal: number;
+  tree?: boolean;
 }
 
-/** Something to wait for: a port that accepts, or a command that exits with 0. */
-export interface Probe {
-  port: number | null;
-  command: string | string[] | null;
-  timeoutS: number;
-  everyS: number;
-}
-
-/** Something to wait for: a port that accepts, or a command that exits with 0. */
-export interface ProbeBody {
-  port?: number | null;
-  command?: string | string[] | null;
-  timeoutS?: number;
-  everyS?: number;
-}
-
-/** How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`. `at_timeout` is what the end of `timeout_s` does: delete, or suspend. One that it suspended has no end until it is needed again, and then a new life as long as the last; where policy limits lives, suspension is one more of them. */
-export interface Ladder {
-  pauseAfterS: number | null;
-  archiveAfterS: number | null;
-  atTimeout: "archive" | "delete" | "pause";
-}
-
-/** How idleness suspends a sandbox, rung by rung; None leaves a rung out. Deletion is `idle_timeout_s`. `at_timeout` is what the end of `timeout_s` does: delete, or suspend. One that it suspended has no end until it is needed again, and then a new life as long as the last; where policy limits lives, suspension is one more of them. */
-export interface LadderBody {
-  pauseAfterS?: number | null;
-  archiveAfterS?: number | null;
-  atTimeout?: "archive" | "delete" | "pause";
-}
-
-export interface RestoreBody {
-  snapshot: string;
+/** A sandbox's files at one moment. */
+export interface SnapshotInfo {
+  id: string;
+  name: string | null;
+  sandbox: string;
+  createdAt: number;
+  sizeBytes: number;
+  files: number;
+  template: string;
+  templateVersion: string | null;
+  parent: string | null;
+  tags: string[];
+  spec: SandboxSpec;
 }
 
 export interface Snapshots {
   nextCursor: string | null;
   snapshots: SnapshotInfo[];
+}
+
+export interface Swept {
+  swept: string[];
+}
+
+export interface TakeBody {
+  name?: string | null;
+  tags?: string[];
+}
+
+export interface TemplateInfo {
+  spec: TemplateSpec;
+  version: string;
+  createdAt: number;
+  builtin: boolean;
+  warnings: string[];
 }
 
 /** A named starting point. Its version is its content: equal bodies have equal versions, whatever they are called. */
@@ -969,176 +1106,23 @@ export interface TemplateSpecBody {
   driver?: string | null;
 }
 
-export interface TemplateInfo {
-  spec: TemplateSpec;
-  version: string;
-  createdAt: number;
-  builtin: boolean;
-  warnings: string[];
-}
-
 export interface Templates {
   nextCursor: string | null;
   templates: TemplateInfo[];
 }
 
-/** N sandboxes of one template kept warm. `size` is how many unclaimed ready ones are wanted. */
-export interface PoolSpec {
-  name: string | null;
-  template: string;
-  size: number;
-  min: number;
-  max: number | null;
-  update: "OnReplenish" | "Recreate" | "Rolling";
-  maxSurge: number;
-  maxUnavailable: number;
-  refillPerS: number | null;
-  readyGraceS: number;
-  scaleToZeroAfterS: number | null;
-  stay: boolean;
+export interface TruncatedEvent {
+  seq: number;
+  stream: "stderr" | "stdout";
+  skipped: number;
 }
 
-/** N sandboxes of one template kept warm. `size` is how many unclaimed ready ones are wanted. */
-export interface PoolSpecBody {
-  name?: string | null;
-  template: string;
-  size?: number;
-  min?: number;
-  max?: number | null;
-  update?: "OnReplenish" | "Recreate" | "Rolling";
-  maxSurge?: number;
-  maxUnavailable?: number;
-  refillPerS?: number | null;
-  readyGraceS?: number;
-  scaleToZeroAfterS?: number | null;
-  stay?: boolean;
-}
-
-export interface PoolInfo {
-  name: string;
-  spec: PoolSpec;
-  generation: number;
-  templateVersion: string;
-  size: number;
-  ready: number;
-  making: number;
-  outdated: number;
-  members: string[];
-  hits: number;
-  misses: number;
-  claim: Quantiles;
-  conditions: Condition[];
-}
-
-/** Exact, over the claims of this engine's life (the last 10,000). */
-export interface Quantiles {
-  count: number;
-  p50Ms: number;
-  p90Ms: number;
-  p99Ms: number;
-  maxMs: number;
-}
-
-/** One statement about a noun, and since when it is so. The spelling of the wire is made at the border. */
-export interface Condition {
-  type: string;
-  status: "False" | "True" | "Unknown";
-  reason: string;
-  message: string;
-  lastTransitionTime: number;
-  observedGeneration: number;
-}
-
-export interface Pools {
-  nextCursor: string | null;
-  pools: PoolInfo[];
-}
-
-export interface ScaleBody {
-  size: number;
-}
-
-/** A request for one sandbox, and everything that differs from its template: bound to a warm one in one message. */
-export interface ClaimSpec {
-  name: string | null;
-  pool: string;
-  env: Record<string, string>;
-  files: Record<string, string>;
-  secrets: string[];
-  policy: Record<string, unknown>;
-  resources: Record<string, number>;
-  volumes: Record<string, Mount>;
-  labels: Record<string, string>;
-  requirements: Requirements;
-  timeoutS: number | null;
-  idleTimeoutS: number | null;
-  waitS: number;
-  shutdownTime: number | null;
-  ttlSecondsAfterFinished: number | null;
-  shutdownPolicy: "Delete" | "Retain";
-  stay: boolean;
-}
-
-/** A request for one sandbox, and everything that differs from its template: bound to a warm one in one message. */
-export interface ClaimSpecBody {
-  name?: string | null;
-  pool: string;
-  env?: Record<string, string>;
-  files?: Record<string, string>;
-  secrets?: string[];
-  policy?: Record<string, unknown>;
-  resources?: Record<string, number>;
-  volumes?: Record<string, MountBody>;
-  labels?: Record<string, string>;
-  requirements?: RequirementsBody;
-  timeoutS?: number | null;
-  idleTimeoutS?: number | null;
-  waitS?: number;
-  shutdownTime?: number | null;
-  ttlSecondsAfterFinished?: number | null;
-  shutdownPolicy?: "Delete" | "Retain";
-  stay?: boolean;
-}
-
-/** What a warm sandbox must have to serve a claim; what is not said does not matter. */
-export interface Requirements {
-  labels: Record<string, string>;
-  minimumIsolation: "gvisor" | "microvm" | "namespaces" | "process" | null;
-  resources: Resources | null;
-  templateVersion: string | null;
-  sandbox: string | null;
-}
-
-/** What a warm sandbox must have to serve a claim; what is not said does not matter. */
-export interface RequirementsBody {
-  labels?: Record<string, string>;
-  minimumIsolation?: "gvisor" | "microvm" | "namespaces" | "process" | null;
-  resources?: ResourcesBody | null;
-  templateVersion?: string | null;
-  sandbox?: string | null;
-}
-
-export interface ClaimInfo {
-  name: string;
-  spec: ClaimSpec;
-  sandbox: string | null;
-  warm: boolean;
-  coldReason: string | null;
-  template: string;
-  templateVersion: string;
+export interface VolumeInfo {
+  spec: VolumeSpec;
   createdAt: number;
-  boundAt: number | null;
-  finishedAt: number | null;
-  conditions: Condition[];
-}
-
-export interface Claims {
-  nextCursor: string | null;
-  claims: ClaimInfo[];
-}
-
-export interface Swept {
-  swept: string[];
+  usedBytes: number;
+  limit: Limit;
+  attached: Record<string, boolean>;
 }
 
 /** A named directory that outlives sandboxes. */
@@ -1155,126 +1139,151 @@ export interface VolumeSpecBody {
   labels?: Record<string, string>;
 }
 
-export interface VolumeInfo {
-  spec: VolumeSpec;
-  createdAt: number;
-  usedBytes: number;
-  limit: Limit;
-  attached: Record<string, boolean>;
-}
-
 export interface Volumes {
   nextCursor: string | null;
   volumes: VolumeInfo[];
 }
 
+/** What a sandbox did to the workspace's control files, in words for the person who looks at it. */
+export interface WorkspaceReport {
+  controlFilesChanged: string[];
+  configMerged: string[];
+  configDropped: string[];
+  warnings: string[];
+}
+
+/** `[files]`: the root, paths of a workspace, and directories of the host that are shown beside it. */
+export interface NounsFiles {
+  root: "overlay" | "read-only";
+  protected: string[];
+  deny: string[];
+  read: string[];
+  write: string[];
+}
+
+/** `[secrets]`: which stored credentials may be bound, by name. */
+export interface NounsSecrets {
+  allow: string[];
+}
+
+export interface PoliciesSecrets {
+  nextCursor: string | null;
+  secrets: SecretInfo[];
+}
+
+export interface WireFiles {
+  nextCursor: string | null;
+  files: FileInfo[];
+}
+
 export const shapes: Record<string, Record<string, string>> = {
-  Failure: { error: "Fault" },
-  Fault: {},
-  Lines: { lines: "[]Line" },
-  Line: {},
-  Report: { findings: "[]Finding" },
-  Finding: {},
+  AccessToken: {},
+  Action: { write: "FileToWrite", wait_for: "Probe" },
+  Answer: {},
+  Applied: {},
+  Apply: {},
+  Began: {},
+  Broken: {},
+  Build: {},
+  Calls: {},
+  Change: {},
+  Changes: { changes: "[]FileChange" },
+  Chunk: {},
+  ClaimInfo: { spec: "ClaimSpec", conditions: "[]Condition" },
+  ClaimSpec: { volumes: "{}Mount", requirements: "Requirements" },
+  Claims: { claims: "[]ClaimInfo" },
   Code: {},
-  Ran: { error: "CodeError" },
   CodeError: {},
   CodeStart: {},
   CodeText: {},
-  CreateContext: {},
+  Condition: {},
   ContextInfo: {},
   Contexts: { contexts: "[]ContextInfo" },
-  Fork: {},
-  Exec: {},
-  Result: { denials: "[]Denial", isolation: "Isolation" },
+  Count: {},
+  Create: { volumes: "{}Mount" },
+  CreateContext: {},
   Denial: {},
-  Isolation: {},
+  DeniedEvent: { denial: "Denial" },
+  Environment: {},
+  Events: { events: "[]JournalEvent" },
+  Exec: {},
   ExecutionInfo: {},
   Executions: { executions: "[]ExecutionInfo" },
-  Began: {},
-  Chunk: {},
-  DeniedEvent: { denial: "Denial" },
-  TruncatedEvent: {},
-  Input: {},
-  Signal: {},
-  Resize: {},
-  FileInfo: {},
-  WireFiles: { files: "[]FileInfo" },
-  Move: {},
-  MakeDirectory: {},
-  Made: {},
-  Count: {},
-  FileEvent: {},
-  Images: { images: "[]ImageInfo" },
-  ImageInfo: {},
-  Pull: {},
-  ImageProgress: { image: "ImageInfo" },
-  Build: {},
-  Events: { events: "[]JournalEvent" },
-  JournalEvent: {},
-  Health: {},
-  Merged: { files: "NounsFiles", network: "Network", syscalls: "Calls", limits: "Limits", environment: "Environment", secrets: "NounsSecrets", isolation: "Least" },
-  NounsFiles: {},
-  Network: {},
-  Calls: {},
-  Limits: {},
-  Environment: {},
-  NounsSecrets: {},
-  Least: {},
-  Change: {},
-  Rules: {},
   Explain: {},
   Explanation: {},
-  Rule: {},
-  Question: {},
-  Answer: {},
-  PoliciesSecrets: { secrets: "[]SecretInfo" },
-  SecretInfo: {},
-  PutSecret: { secret: "Secret" },
-  Secret: {},
-  Ports: { ports: "[]PortInfo" },
-  PortInfo: {},
-  MakeLink: {},
-  LinkInfo: {},
-  Run: { sandbox: "Create" },
-  Create: { volumes: "{}Mount" },
-  Mount: {},
-  SandboxInfo: { isolation: "Isolation", limits: "{}Limit" },
-  Limit: {},
-  Sandboxes: { sandboxes: "[]SandboxInfo" },
   Extend: {},
-  SandboxUsage: {},
-  NewToken: {},
-  AccessToken: {},
-  Changes: { changes: "[]FileChange" },
+  Failure: { error: "Fault" },
+  Fault: {},
   FileChange: {},
-  Apply: {},
-  Applied: {},
-  WorkspaceReport: {},
-  Take: {},
-  SnapshotInfo: { spec: "SandboxSpec" },
-  SandboxSpec: { resources: "Resources", volumes: "{}Mount", startup: "[]Action", ladder: "Ladder" },
-  Resources: {},
-  Action: { write: "FileToWrite", wait_for: "Probe" },
+  FileEvent: {},
+  FileInfo: {},
   FileToWrite: {},
-  Probe: {},
+  Finding: {},
+  Fork: {},
+  Health: {},
+  ImageInfo: {},
+  ImageProgress: { image: "ImageInfo" },
+  Images: { images: "[]ImageInfo" },
+  Input: {},
+  Isolation: {},
+  JournalEvent: {},
   Ladder: {},
-  Restore: {},
-  Snapshots: { snapshots: "[]SnapshotInfo" },
-  TemplateSpec: { resources: "Resources", volumes: "{}Mount", startup: "[]Action", ladder: "Ladder" },
-  TemplateInfo: { spec: "TemplateSpec" },
-  Templates: { templates: "[]TemplateInfo" },
-  PoolSpec: {},
+  Least: {},
+  Limit: {},
+  Limits: {},
+  Line: {},
+  Lines: { lines: "[]Line" },
+  LinkInfo: {},
+  Made: {},
+  MakeDirectory: {},
+  MakeLink: {},
+  Merged: { files: "NounsFiles", network: "Network", syscalls: "Calls", limits: "Limits", environment: "Environment", secrets: "NounsSecrets", isolation: "Least" },
+  Mount: {},
+  Move: {},
+  Network: {},
+  NewToken: {},
   PoolInfo: { spec: "PoolSpec", claim: "Quantiles", conditions: "[]Condition" },
-  Quantiles: {},
-  Condition: {},
+  PoolSpec: {},
   Pools: { pools: "[]PoolInfo" },
-  Scale: {},
-  ClaimSpec: { volumes: "{}Mount", requirements: "Requirements" },
+  PortInfo: {},
+  Ports: { ports: "[]PortInfo" },
+  Probe: {},
+  Pull: {},
+  PutSecret: { secret: "Secret" },
+  Quantiles: {},
+  Question: {},
+  Ran: { error: "CodeError" },
+  Report: { findings: "[]Finding" },
   Requirements: { resources: "Resources" },
-  ClaimInfo: { spec: "ClaimSpec", conditions: "[]Condition" },
-  Claims: { claims: "[]ClaimInfo" },
+  Resize: {},
+  Resources: {},
+  Restore: {},
+  Result: { denials: "[]Denial", isolation: "Isolation" },
+  Rule: {},
+  Rules: {},
+  Run: { sandbox: "Create" },
+  SandboxInfo: { isolation: "Isolation", limits: "{}Limit" },
+  SandboxSpec: { resources: "Resources", volumes: "{}Mount", startup: "[]Action", ladder: "Ladder" },
+  SandboxUsage: {},
+  Sandboxes: { sandboxes: "[]SandboxInfo" },
+  Scale: {},
+  Secret: {},
+  SecretInfo: {},
+  Signal: {},
+  SnapshotInfo: { spec: "SandboxSpec" },
+  Snapshots: { snapshots: "[]SnapshotInfo" },
   Swept: {},
-  VolumeSpec: {},
+  Take: {},
+  TemplateInfo: { spec: "TemplateSpec" },
+  TemplateSpec: { resources: "Resources", volumes: "{}Mount", startup: "[]Action", ladder: "Ladder" },
+  Templates: { templates: "[]TemplateInfo" },
+  TruncatedEvent: {},
   VolumeInfo: { spec: "VolumeSpec", limit: "Limit" },
+  VolumeSpec: {},
   Volumes: { volumes: "[]VolumeInfo" },
+  WorkspaceReport: {},
+  NounsFiles: {},
+  NounsSecrets: {},
+  PoliciesSecrets: { secrets: "[]SecretInfo" },
+  WireFiles: { files: "[]FileInfo" },
 };

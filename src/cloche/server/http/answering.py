@@ -304,10 +304,10 @@ class Answers:
         response = Response(rpc.encode(result), media_type="application/json", status_code=operation.status)
         if operation.version is not None:
             tag = f'"{operation.version(result)}"'
-            if operation.whole and reading.seen(call.request.headers, tag):
+            if operation.skips and reading.seen(call.request.headers, tag):
                 return Response(status_code=304, headers={"ETag": tag})
             response.headers["ETag"] = tag
-        elif operation.method == "GET" and operation.scope is not None:
+        elif operation.skips:
             return unless_seen(response, call.request.headers)
         return response
 

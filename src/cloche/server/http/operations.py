@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import types
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -128,6 +129,8 @@ class Operation(NamedTuple):
     """Of what it answers; without one, an answer to GET is known by its bytes."""
     whole: bool = False
     """Whether that tag stands for all of the answer, so that who has seen it need not get it again."""
+    events: Mapping[str, Any] = types.MappingProxyType({})
+    """What a stream's events are called, and what each carries."""
     resumes: bool = False
     """Whether `Last-Event-ID` goes on where a stream was left."""
     fleeting: bool = False
@@ -140,6 +143,17 @@ class Operation(NamedTuple):
     @property
     def streams(self) -> bool:
         return typing.get_origin(self.result) is Stream
+
+    @property
+    def tagged(self) -> bool:
+        """Whether the answer has an entity tag."""
+        return self.version is not None or self.skips
+
+    @property
+    def skips(self) -> bool:
+        """Whether who has seen the answer need not get it again."""
+        by_bytes = self.method == "GET" and self.scope is not None and self.version is None
+        return (by_bytes and not self.streams and self.result is not bytes) or self.whole
 
     @property
     def remembers(self) -> bool:
@@ -201,9 +215,30 @@ def _read(
     if status is None:
         status = 204 if result is type(None) else 200
     return Operation(
-        method, path, handler.__name__, summary, description.strip(), path.split("/")[2 if path.startswith("/v1/") else 1],
+        method, path, handler.__name__, summary, description.strip(), _tag(path),
         scope, places, tuple(queries), body, result, status, codes, handler,
     )  # fmt: skip
+
+
+_TAGS = {
+    "exec": "executions", "executions": "executions", "code": "contexts", "contexts": "contexts", "files": "files", "policy": "policies",
+    "asks": "policies", "snapshots": "snapshots", "restore": "snapshots", "fork": "snapshots", "workspace": "workspaces", "ports": "ports",
+}  # fmt: skip
+
+
+def _tag(path: str) -> str:
+    """The noun that an operation is about."""
+    match path.strip("/").split("/"):
+        case ["v1", "sandboxes", _, act, *_]:
+            return _TAGS.get(act, "sandboxes")
+        case ["v1", "secret-keys", *_]:
+            return "secrets"
+        case ["v1", noun, *more] if more or noun.endswith("s") or noun == "audit":
+            return noun
+        case ["run", *_]:
+            return "run"
+        case _:
+            return "server"
 
 
 def convert_query(operation: Operation, given: dict[str, str]) -> dict[str, Any]:

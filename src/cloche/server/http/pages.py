@@ -15,7 +15,7 @@ from cloche import errors
 T = TypeVar("T")
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000, description="How many at most.")]
 Cursor = Annotated[
-    str, msgspec.Meta(max_length=8192, description="`next_cursor` of the page before; opaque.")
+    str, msgspec.Meta(pattern="^[A-Za-z0-9_-]+$", description="`next_cursor` of the page before; opaque.")
 ]
 Key = tuple[float | str, ...]
 

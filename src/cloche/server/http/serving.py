@@ -28,7 +28,6 @@ from cloche.server.http import (
     frames,
     ledger,
     links,
-    openapi,
     origins,
     ports,
     terminals,
@@ -64,10 +63,6 @@ def make_app(
     counted = meters or Meters()
     answers = answering.Answers(backend, entrance, config)
 
-    async def describe(request: Request) -> Response:
-        ledger.entry(request.scope).operation = "openapi"
-        return Response(openapi.encoded(TABLE), media_type="application/json")
-
     async def metrics(request: Request) -> Response:
         ledger.entry(request.scope).operation = "metrics"
         try:
@@ -95,7 +90,6 @@ def make_app(
     app = Starlette(
         routes=[
             *answers.routes(TABLE),
-            Route("/openapi.json", describe, include_in_schema=False),
             Route("/metrics", metrics, include_in_schema=False),
             WebSocketRoute("/v1/connect", connect),
             WebSocketRoute(terminals.PATH, _Application(terminals.Terminals(answers))),

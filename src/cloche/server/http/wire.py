@@ -41,6 +41,15 @@ class Failure(Answer, frozen=True, kw_only=True):
     error: Fault
 
 
+class Broken(Answer, frozen=True, kw_only=True):
+    """Event `error`: why a stream ended before its time."""
+
+    code: str
+    message: str
+    hint: str | None = None
+    details: dict[str, Any] = {}
+
+
 # ── sandboxes ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -225,6 +234,13 @@ class TruncatedEvent(Answer, frozen=True, kw_only=True):
 
 
 ExecEvent = Began | Chunk | DeniedEvent | TruncatedEvent | Result
+EXEC_EVENTS = {
+    "stdout": Chunk,
+    "stderr": Chunk,
+    "denied": DeniedEvent,
+    "truncated": TruncatedEvent,
+    "exit": Result,
+}
 
 
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────
@@ -327,6 +343,9 @@ class CodeText(Answer, frozen=True, kw_only=True):
 
 
 CodeEvent = CodeStart | CodeText | dict[str, Any] | model.CodeError | Ran
+CODE_EVENTS = {
+    "start": CodeStart, "stdout": CodeText, "stderr": CodeText, "result": dict[str, Any], "failed": model.CodeError, "exit": Ran,
+}  # fmt: skip
 
 
 # ── policies ───────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from cloche.server.http.routes import (
     audits,
     contexts,
+    describing,
     executions,
     files,
     images,
@@ -22,6 +23,7 @@ __all__ = [
     "TABLE",
     "audits",
     "contexts",
+    "describing",
     "executions",
     "files",
     "images",

@@ -36,6 +36,7 @@ async def run_code(call: Call, sandbox: str, body: wire.Code) -> wire.Ran:
     "/v1/sandboxes/{sandbox}/code/stream",
     scope="exec",
     errors=f"{_ERRORS} context_busy language_unknown",
+    events=wire.CODE_EVENTS,
 )
 async def stream_code(call: Call, sandbox: str, body: wire.Code) -> Stream[wire.CodeEvent]:
     """The same as server-sent events: `start`, `stdout`, `stderr`, `result`, `failed` (the code's own error), and `exit` with the whole result.

@@ -73,6 +73,7 @@ async def wait_execution(call: Call, sandbox: str, execution: str) -> wire.Resul
     scope="exec",
     errors="sandbox_not_found execution_not_found",
     resumes=True,
+    events=wire.EXEC_EVENTS,
 )
 async def follow_execution(
     call: Call, sandbox: str, execution: str, *, after: Number = 0, wait: bool = True

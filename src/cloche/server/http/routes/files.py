@@ -17,6 +17,7 @@ from cloche.server.http.routes.table import operation
 
 Depth = Annotated[int, msgspec.Meta(ge=1, le=100)]
 Mode = Annotated[int, msgspec.Meta(ge=0, le=0o7777)]
+_CHANGES = ("create", "write", "remove", "rename", "chmod", "overflow")
 _HERE = "/v1/sandboxes/{sandbox}/files"
 _ERRORS = "sandbox_not_found sandbox_lost file_not_found permission_denied path_invalid"
 
@@ -95,7 +96,9 @@ async def upload_tree(
     return wire.Count(count=await call.backend.upload_tree(sandbox, path, body, user))
 
 
-@operation("GET", _HERE + "/watch", scope="files", errors=_ERRORS)
+@operation(
+    "GET", _HERE + "/watch", scope="files", errors=_ERRORS, events=dict.fromkeys(_CHANGES, model.FileEvent)
+)
 async def watch_files(
     call: Call, sandbox: str, *, path: str = ".", recursive: bool = False, user: str = "user"
 ) -> Stream[model.FileEvent]:

@@ -13,6 +13,7 @@ from cloche.server.http.operations import Event, Stream, begun
 from cloche.server.http.pages import Cursor, Limit, page
 from cloche.server.http.routes.table import operation
 
+_EVENTS = dict.fromkeys(("step", "log", "done"), model.ImageProgress)
 _REFERENCE = "image_reference_invalid host_path_refused"
 _FETCH = "image_not_found image_registry_failed image_auth_required image_invalid image_digest_mismatch image_too_large image_layer_refused image_tool_missing disk_full"
 
@@ -57,6 +58,7 @@ async def remove_image(call: Call, *, reference: str) -> None:
     "/v1/images/pull",
     scope="admin",
     errors=f"{_REFERENCE} {_FETCH}",
+    events=_EVENTS,
     example={"reference": "docker://registry.example/library/debian:12"},
 )
 async def pull_image(call: Call, body: Pull) -> Stream[model.ImageProgress]:
@@ -69,6 +71,7 @@ async def pull_image(call: Call, body: Pull) -> Stream[model.ImageProgress]:
     "/v1/images/build",
     scope="admin",
     errors=f"{_REFERENCE} {_FETCH} recipe_invalid recipe_step_failed needs_subuids",
+    events=_EVENTS,
     example={"recipe": {"from": "host", "steps": [{"run": "echo built > /opt/built"}]}},
 )
 async def build_image(call: Call, body: Build) -> Stream[model.ImageProgress]:

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from cloche import __version__
+from cloche.events import KINDS
 from cloche.server.guarding import opened
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
@@ -42,7 +43,14 @@ async def list_events(
     return wire.Events(events=tuple(map(_event, found)), next_cursor=more)
 
 
-@operation("GET", "/v1/events/stream", scope="events", errors="sandbox_not_found", resumes=True)
+@operation(
+    "GET",
+    "/v1/events/stream",
+    scope="events",
+    errors="sandbox_not_found",
+    resumes=True,
+    events=dict.fromkeys(KINDS, wire.JournalEvent),
+)
 async def follow_events(
     call: Call, *, after: Number = 0, sandbox: str | None = None
 ) -> Stream[wire.JournalEvent]:

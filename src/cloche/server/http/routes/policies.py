@@ -118,7 +118,11 @@ async def allow_always(call: Call, body: Rule) -> None:
 
 
 @operation(
-    "GET", "/v1/sandboxes/{sandbox}/asks", scope="sandboxes", errors=f"{_SANDBOX} not_supported_by_driver"
+    "GET",
+    "/v1/sandboxes/{sandbox}/asks",
+    scope="sandboxes",
+    errors=f"{_SANDBOX} not_supported_by_driver",
+    events={"ready": model.Question, "question": model.Question},
 )
 async def follow_asks(call: Call, sandbox: str) -> Stream[model.Question]:
     """Be asked about what a sandbox wants to reach and no rule decides, as server-sent events.
@@ -202,7 +206,7 @@ async def delete_secret(call: Call, name: str) -> None:
     await call.backend.remove_secret(name, if_match(call.request.headers))
 
 
-@operation("POST", "/v1/secrets/rotate-key", scope="admin", errors="secrets_locked secrets_corrupt")
+@operation("POST", "/v1/secret-keys/rotate", scope="admin", errors="secrets_locked secrets_corrupt")
 async def rotate_secrets_key(call: Call) -> wire.Count:
     """Seal all values with a new key; how many there are."""
     return wire.Count(count=await call.backend.rotate_secrets_key())

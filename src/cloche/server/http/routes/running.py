@@ -24,7 +24,9 @@ async def run(call: Call, body: wire.Run) -> wire.Result:
         return wire.Result.of(result, info.id if body.detach else None)
 
 
-@operation("POST", "/run/stream", scope="exec", errors=_ERRORS)
+@operation(
+    "POST", "/run/stream", scope="exec", errors=_ERRORS, events={"start": wire.Began, **wire.EXEC_EVENTS}
+)
 async def run_stream(call: Call, body: wire.Run) -> Stream[wire.ExecEvent]:
     """The same as server-sent events, each sent as it happens: `start`, `stdout`, `stderr`, `denied`, `exit`."""
     body.request().check()

@@ -76,7 +76,7 @@ async def extend_sandbox(call: Call, sandbox: str, body: wire.Extend) -> model.S
 
 @operation("POST", "/v1/sandboxes/{sandbox}/suspend", scope="sandboxes", errors="sandbox_not_found")
 async def suspend_sandbox(
-    call: Call, sandbox: str, *, mode: Literal["pause", "archive", "hibernate"] = "pause"
+    call: Call, sandbox: str, *, mode: Literal["pause", "archive"] = "pause"
 ) -> model.SandboxInfo:
     """Suspend a sandbox: `pause` keeps its memory, `archive` its files only. Any request that needs it wakes it again."""
     return await call.backend.suspend(sandbox, mode)
