@@ -99,17 +99,19 @@ async def body(operation: operations.Operation, request: Request, *, json_mib: i
     return decode(await _all(request, json_mib << 20), operation.body)
 
 
+_KINDS = ("application/json", "application/x-www-form-urlencoded")
+
+
 def _check_type(headers: Headers) -> None:
-    """A web form is no JSON, and what a page may send without asking is a form."""
+    """JSON, or what `curl -d` calls everything. That a page may send such a form without asking does not matter: it has no key, and
+    its `Origin` is refused before."""
     given = headers.get("content-type")
     if given is None:
         return
     kind, _, parameters = given.lower().partition(";")
     charset = parameters.replace(" ", "").replace('"', "").partition("charset=")[2].partition(";")[0]
-    if not (kind.strip() == "application/json" or kind.strip().endswith("+json")) or charset not in (
-        "",
-        "utf-8",
-    ):
+    kind = kind.strip()
+    if (kind not in _KINDS and not kind.endswith("+json")) or charset not in ("", "utf-8"):
         raise errors.error(
             "body_type_refused",
             f"the body is {given[:100]!r}; this operation takes JSON in UTF-8",
