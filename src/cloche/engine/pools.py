@@ -32,6 +32,7 @@ _PAUSE_S = 0.02
 _RESERVE = 4
 _MOST_TIMES = 10_000
 _MOST_USES = 500
+_REPLAN_S = 1.0
 _USUAL_S = model.SandboxSpec().timeout_s  # what a policy lowers by itself; waiting does not count
 
 Make = Callable[[model.SandboxSpec], Awaitable[sandboxes.Sandbox]]
@@ -369,6 +370,7 @@ class Guesses:
         self._specs: dict[Hashable, model.SandboxSpec] = {}
         self._pools: dict[Hashable, Pool] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._planned = float("-inf")
 
     @property
     def held(self) -> int:
@@ -383,10 +385,14 @@ class Guesses:
         """A sandbox of this shape was asked for: what is kept ready follows."""
         if self._budget <= 0 or not _guessable(wanted):
             return
-        shape = _shape(wanted)
+        shape, now = _shape(wanted), self._clock.monotonic()
+        again = bool(self._uses) and self._uses[-1].shape == shape and now - self._planned < _REPLAN_S
         self._specs[shape] = wanted.spec
-        self._uses.append(prewarming.Use(shape, self._clock.monotonic()))
-        dealt = prewarming.plan(self._uses, self._budget, self._clock.monotonic())
+        self._uses.append(prewarming.Use(shape, now))
+        if again:
+            return  # more of the same: the deal would be the same, and whoever takes one has it replaced
+        self._planned = now
+        dealt = prewarming.plan(self._uses, self._budget, now)
         for gone in [known for known in self._specs if known not in dealt]:
             self._specs.pop(gone)
             if gone in self._pools:
