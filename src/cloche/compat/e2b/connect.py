@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -83,6 +83,10 @@ async def only_message(request: Request, most: int) -> dict[str, Any]:
     raise faults.Fault(400, "the stream has no message")
 
 
+class Last(bytes):
+    """The last piece of a stream: it leaves together with the end."""
+
+
 class Stream(Response):
     """Bytes, each piece flushed as it comes. Who takes nothing for too long is cut; who leaves ends nothing but the stream."""
 
@@ -105,19 +109,19 @@ class Stream(Response):
                 task.cancel()
             with suppress(asyncio.CancelledError, TimeoutError, OSError):
                 await writing
-            close = getattr(self._pieces, "aclose", None)
-            if close is not None:
-                with suppress(RuntimeError):
-                    await close()
+            await _close(self._pieces)
 
     async def _write(self, send: Send) -> None:
         async for piece in self._pieces:
-            message = {"type": "http.response.body", "body": piece, "more_body": True}
+            last = isinstance(piece, Last)
+            message = {"type": "http.response.body", "body": bytes(piece), "more_body": not last}
             try:
                 await asyncio.wait_for(send(message), self._patience_s)
             except TimeoutError:
                 log.warning("a stream was cut: its reader took nothing for %s s", self._patience_s)
                 raise
+            if last:
+                return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -126,17 +130,32 @@ async def _left(receive: Receive) -> None:
         pass
 
 
+async def _close(items: AsyncIterator[Any]) -> None:
+    close = getattr(items, "aclose", None)
+    if close is not None:
+        with suppress(RuntimeError):
+            await close()
+
+
 def failed(fault: faults.Fault) -> Response:
     """A stream that ends before it begins: its status is 200 all the same, and a client looks for the reason in its last envelope."""
     end = {"error": {"code": fault.connect, "message": fault.message}}
     return Response(envelope(end, _END), media_type=STREAM_TYPE)
 
 
-async def enveloped(events: AsyncIterator[dict[str, Any]], sandbox: str) -> AsyncIterator[bytes]:
+async def enveloped(
+    events: AsyncIterator[dict[str, Any]],
+    sandbox: str,
+    is_last: Callable[[dict[str, Any]], bool] = lambda _: False,
+) -> AsyncIterator[bytes]:
     """Events as envelopes, and the last one; a failure is told there, in the words of `faults`."""
     end: dict[str, Any] = {}
+    kept = b""
     try:
         async for event in events:
+            if is_last(event):  # and so it goes with the word about how the stream ended
+                kept = envelope(event)
+                break
             yield envelope(event)
     except faults.Fault as fault:
         end = {"error": {"code": fault.connect, "message": fault.message}}
@@ -149,7 +168,9 @@ async def enveloped(events: AsyncIterator[dict[str, Any]], sandbox: str) -> Asyn
     except Exception:
         log.exception("a stream failed")
         end = {"error": {"code": "internal", "message": "something of ours failed; the log has it"}}
-    yield envelope(end, _END)
+    finally:
+        await _close(events)
+    yield Last(kept + envelope(end, _END))
 
 
 async def with_keepalive(events: AsyncIterator[Any], every_s: float, keepalive: Any) -> AsyncIterator[Any]:
@@ -173,7 +194,4 @@ async def with_keepalive(events: AsyncIterator[Any], every_s: float, keepalive: 
             waiting.cancel()
             with suppress(asyncio.CancelledError, StopAsyncIteration, errors.ClocheError):
                 await waiting
-        close = getattr(events, "aclose", None)
-        if close is not None:
-            with suppress(RuntimeError):
-                await close()
+        await _close(events)

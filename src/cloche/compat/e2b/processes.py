@@ -68,8 +68,14 @@ def _stream(place: Place, found: model.ExecutionInfo, *, lossless: bool) -> Resp
         _events(place, found, lossless=lossless), every_s, {"event": {"keepalive": {}}}
     )
     return connect.Stream(
-        connect.enveloped(events, place.sandbox), place.config.server.write_timeout_s, connect.STREAM_TYPE
+        connect.enveloped(events, place.sandbox, _is_end),
+        place.config.server.write_timeout_s,
+        connect.STREAM_TYPE,
     )
+
+
+def _is_end(event: dict[str, Any]) -> bool:
+    return "end" in event["event"]
 
 
 async def _events(
