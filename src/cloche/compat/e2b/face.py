@@ -53,6 +53,7 @@ STREAMS: dict[str, Callable[[Place], Awaitable[Response]]] = {
     "/process.Process/StreamInput": processes.stream_input,
     "/filesystem.Filesystem/WatchDir": filesystem.watch_dir,
 }
+_TIDY_EVERY = 64
 _MISSING = ("/files/compose", "/envs", "/metrics")
 
 
@@ -70,6 +71,9 @@ class Entrance(Protocol):
 
     def visitor(self, headers: Headers, name: str, sandbox: str, what: str) -> interfaces.Backend:
         """The backend for who may reach a sandbox's ports without being anybody."""
+
+    async def lives(self, sandbox: str) -> bool:
+        """Whether there is such a sandbox, whosever it is."""
 
     async def pass_on(
         self,
@@ -91,6 +95,7 @@ class Face:
         self._entrance = entrance
         self._config = config
         self._state = state.State()
+        self._answered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -131,9 +136,19 @@ class Face:
             if route.handler is None:
                 raise faults.missing(f"{route.name} ({route.method} {route.path})")
             call = calls.Call(request, backend, key, self._state, self._config, places)
-            return await route.handler(call)
+            answer = await route.handler(call)
+            self._answered += 1
+            if self._answered % _TIDY_EVERY == 0:
+                await self.tidy()
+            return answer
         except Exception as problem:
             return faults.as_json(_fault(problem))
+
+    async def tidy(self) -> None:
+        """Forget what ended by itself. Some are looked at each time, in turn, more than can have come since the last."""
+        for sandbox in self._state.next_ids(2 * _TIDY_EVERY):
+            if not await self._entrance.lives(sandbox):
+                self._state.forget(sandbox)
 
     # ── the data plane ─────────────────────────────────────────────────────────────────────────────
 

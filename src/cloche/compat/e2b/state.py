@@ -9,6 +9,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import itertools
 import os
 import time
 from collections import OrderedDict, deque
@@ -116,6 +117,13 @@ class State:
 
     def ids(self) -> list[str]:
         return list(self._held)
+
+    def next_ids(self, most: int) -> list[str]:
+        """Some of them: those that were not asked for longest, which go to the end of the line."""
+        found = list(itertools.islice(self._held, most))
+        for sandbox in found:
+            self._held[sandbox] = self._held.pop(sandbox)
+        return found
 
     def issue(self, sandbox: str, key: str, kind: Kind) -> str:
         """The token of a sandbox for a key: the same one every time, while this server runs."""

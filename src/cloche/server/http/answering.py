@@ -163,6 +163,13 @@ class Answers:
         anybody = Principal(name, "", frozenset(("ports", "sandboxes")), sandbox=sandbox)
         return self.enter_as(headers, anybody, what, "*")
 
+    async def lives(self, sandbox: str) -> bool:
+        """Whether there is such a sandbox, for a face that keeps something of it. Whose it is does not matter there."""
+        try:
+            return (await self._backend.info(sandbox)).phase in ("running", "paused", "archived")
+        except (errors.NotFound, errors.SandboxLost):
+            return False
+
     async def pass_on(
         self,
         scope: Scope,
