@@ -17,6 +17,7 @@ import pytest
 import cloche
 from cloche import errors
 from tests.server import conftest as server
+from tests.server import test_tls
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sdk/typescript"
@@ -37,8 +38,8 @@ def node_directory() -> Path | None:
     return None
 
 
-_TUNNELS = "needs a route that carries connections"
-ABSENT = {f"Sandbox.{name}": _TUNNELS for name in ("connect", "forward", "ports", "url")}
+ABSENT: dict[str, str] = {}
+"""Verbs of Python that TypeScript does not have, each with its reason."""
 needs_node = pytest.mark.skipif(node_directory() is None, reason="needs Node.js 20: scripts/install gets it")
 
 
@@ -114,7 +115,7 @@ def public() -> set[str]:
     """Every call that a user can make, as the sources have it."""
     found: set[str] = set()
     for path in (PACKAGE / "src").glob("*.ts"):
-        text = path.read_text()
+        text = re.sub(r"/\*\* @internal \*/\n.*\n", "", path.read_text())
         if path.stem == "index":
             continue
         for noun, body in re.findall(
@@ -180,10 +181,9 @@ PAGES = ("docs/guides/typescript.md", "docs/reference/typescript.md", "sdk/types
 PROGRAM = re.compile(r"^```typescript\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def programs(package: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """The programs of the documentation, type-checked as a user's would be: each by its page and number, with what it should print."""
-    place = tmp_path_factory.mktemp("programs")
+def compiled(package: Path, place: Path, sources: dict[str, str], *, check: bool = True) -> dict[str, Path]:
+    """Programs, type-checked and compiled as a user's would be."""
+    place.mkdir(exist_ok=True)
     (place / "node_modules/@cloche").mkdir(parents=True)
     (place / "node_modules/@cloche/sdk").symlink_to(package)
     for name in ("@types", "undici-types"):
@@ -191,25 +191,79 @@ def programs(package: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     (place / "package.json").write_text('{"type": "module"}')
     options = {
         "target": "ES2022", "module": "NodeNext", "strict": True, "types": ["node"], "lib": ["ES2023", "ESNext.Disposable"], "outDir": "made",
-        "preserveSymlinks": True, "rootDir": ".",
+        "preserveSymlinks": True, "rootDir": ".", "noCheck": not check,
     }  # fmt: skip
     (place / "tsconfig.json").write_text(json.dumps({"compilerOptions": options, "include": ["*.ts"]}))
-    found = {}
-    for page in PAGES:
-        for number, (source, prints) in enumerate(PROGRAM.findall((ROOT / page).read_text())):
-            name = f"{page.replace('/', '-').removesuffix('.md')}-{number}"
-            (place / f"{name}.ts").write_text(source)
-            found[f"{page} {number}"] = (place / f"made/{name}.js", prints)
+    for name, source in sources.items():
+        (place / f"{name}.ts").write_text(source)
     run("node", package / "node_modules/typescript/bin/tsc", "-p", place, cwd=place)
-    return found
+    return {name: place / f"made/{name}.js" for name in sources}
+
+
+@pytest.fixture(scope="module")
+def programs(package: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """The programs of the documentation, each by its page and number, with what it should print."""
+    found = {
+        f"{page.replace('/', '-').removesuffix('.md')}-{number}": (source, prints)
+        for page in PAGES
+        for number, (source, prints) in enumerate(PROGRAM.findall((ROOT / page).read_text()))
+    }
+    assert {name.rpartition("-")[0] for name in found} == {
+        page.replace("/", "-").removesuffix(".md") for page in PAGES
+    }
+    made = compiled(
+        package, tmp_path_factory.mktemp("programs"), {name: source for name, (source, _) in found.items()}
+    )
+    return {name: (made[name], prints) for name, (_, prints) in found.items()}
 
 
 @needs_node
 def test_the_programs_of_the_documentation_run_and_print_what_it_says(programs, served):
-    assert {name.partition(" ")[0] for name in programs} == set(PAGES)
     for name, (program, prints) in programs.items():
         told = run("node", program, env=reach(served), cwd=program.parent)
         assert told == prints or not prints, f"{name} printed:\n{told}"
+
+
+OVER_TLS = """
+import { Sandbox } from '@cloche/sdk'
+try {
+  await using box = await Sandbox.create({ retries: 0 })
+  const port = await box.start(['python3', '-m', 'http.server', '8000', '--bind', '127.0.0.1'])
+  while ((await box.ports()).length === 0) await new Promise((resolve) => setTimeout(resolve, 20))
+  const tunnel = await box.connect(8000)
+  tunnel.end('GET / HTTP/1.0\\r\\n\\r\\n')
+  let heard = ''
+  for await (const piece of tunnel) heard += String(piece)
+  for await (const event of box.execStream('echo streamed')) if (event.type === 'output') console.log(String(Buffer.from(event.data)).trim())
+  console.log(heard.split('\\r\\n')[0], port.pid > 1)
+} catch (problem) {
+  console.log(problem.code, problem.message)
+}
+"""
+
+
+@needs_node
+def test_https_is_spoken_with_who_is_trusted_only(package, tmp_path):
+    authority = test_tls.Authority()
+    pair = authority.pair()
+    cert, key, ca = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+    cert.write_bytes(pair.cert)
+    key.write_bytes(pair.key)
+    ca.write_bytes(authority.pem)
+    program = compiled(package, tmp_path / "programs", {"tls": OVER_TLS}, check=False)["tls"]
+    with tempfile.TemporaryDirectory(prefix="cl-") as home:
+        secure = server.serve(Path(home), "--tls-cert", str(cert), "--tls-key", str(key))
+        try:
+            assert secure.url.startswith("https://")
+            told = run("node", program, env=reach(secure), cwd=program.parent)
+            assert told.startswith("server_unavailable"), told
+            assert "SELF_SIGNED" in told or "UNABLE_TO_VERIFY" in told, told
+            told = run(
+                "node", program, env=reach(secure) | {"NODE_EXTRA_CA_CERTS": str(ca)}, cwd=program.parent
+            )
+            assert told.split("\n") == ["streamed", "HTTP/1.0 200 OK true", ""]
+        finally:
+            assert server.stop(secure) == 0
 
 
 @needs_node

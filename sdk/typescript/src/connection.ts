@@ -19,6 +19,7 @@ import { find } from "./finding.js";
 import { VERSION } from "./generated.js";
 import { read } from "./shapes.js";
 import { parseEvents, type ServerEvent } from "./sse.js";
+import { handshake, Tunnel } from "./websocket.js";
 
 /** Where the server is, and how patient to be with it. */
 export interface ConnectOptions {
@@ -133,6 +134,28 @@ export class Connection {
     return this.#follow(method, path, plan, await this.#openEvents(method, path, plan));
   }
 
+  /** A connection that carries bytes, once the server has agreed to it. */
+  async tunnel(path: string, { signal }: CallOptions = {}): Promise<Tunnel> {
+    signal?.throwIfAborted();
+    const { headers, accept } = handshake();
+    const request = this.#request("GET", path, { signal, headers });
+    const timer = this.requestTimeoutS === null ? undefined : globalThis.setTimeout(() => request.destroy(new Error("no answer in time")), this.requestTimeoutS * 1000);
+    try {
+      return await new Promise<Tunnel>((resolve, reject) => {
+        request.on("error", (problem) => reject(signal?.aborted ? signal.reason : this.#unreachable(problem)));
+        request.on("response", (response) => void this.#refusal(response).then(reject, reject));
+        request.on("upgrade", (response, socket, first) => {
+          if (response.headers["sec-websocket-accept"] === accept) return resolve(new Tunnel(socket, first));
+          socket.destroy();
+          return reject(error("server_unavailable", `${this.url.origin} does not speak WebSocket`));
+        });
+        request.end();
+      });
+    } finally {
+      clearTimeout(timer);
+    }
+  }
+
   #openEvents(method: string, path: string, plan: Plan): Promise<http.IncomingMessage> {
     return this.#begin(method, path, { ...plan, headers: { Accept: "text/event-stream", ...plan.headers } });
   }
@@ -243,8 +266,7 @@ export class Connection {
 
   #send(method: string, path: string, plan: Plan, key: string | undefined): Promise<http.IncomingMessage> {
     const body = plan.raw ?? (plan.json === undefined ? undefined : Buffer.from(JSON.stringify(plan.json), "utf8"));
-    const headers: Record<string, string> = { "User-Agent": `cloche-typescript/${VERSION}`, Accept: "application/json", ...plan.headers };
-    if (this.apiKey !== undefined) headers["Authorization"] = `Bearer ${this.apiKey}`;
+    const headers: Record<string, string> = { Accept: "application/json", ...plan.headers };
     if (key !== undefined) headers["Idempotency-Key"] = key;
     if (body !== undefined) {
       headers["Content-Type"] = plan.raw === undefined ? "application/json" : "application/octet-stream";
@@ -253,16 +275,7 @@ export class Connection {
     const allowed = this.requestTimeoutS === null || plan.waitS === null ? null : this.requestTimeoutS + (plan.waitS ?? 0);
     return new Promise((resolve, reject) => {
       let sent = false;
-      const request = (this.url.protocol === "https:" ? https : http).request({
-        protocol: this.url.protocol,
-        hostname: this.url.hostname.replace(/^\[|\]$/g, ""),
-        port: this.url.port || undefined,
-        path: this.#base + path + queryOf(plan.query),
-        method,
-        headers,
-        agent: this.#agent,
-        signal: plan.signal,
-      });
+      const request = this.#request(method, path, { ...plan, headers });
       const fail = (problem: Error) => {
         clearTimeout(timer);
         clearTimeout(connecting);
@@ -287,6 +300,21 @@ export class Connection {
         resolve(response);
       });
       request.end(body);
+    });
+  }
+
+  #request(method: string, path: string, { query, headers, signal }: Plan): http.ClientRequest {
+    const known: Record<string, string> = { "User-Agent": `cloche-typescript/${VERSION}` };
+    if (this.apiKey !== undefined) known["Authorization"] = `Bearer ${this.apiKey}`;
+    return (this.url.protocol === "https:" ? https : http).request({
+      protocol: this.url.protocol,
+      hostname: this.url.hostname.replace(/^\[|\]$/g, ""),
+      port: this.url.port || undefined,
+      path: this.#base + path + queryOf(query),
+      method,
+      headers: { ...known, ...headers },
+      agent: this.#agent,
+      signal,
     });
   }
 

@@ -19,6 +19,7 @@ export type {
   Limit,
   Merged,
   PoolInfo,
+  PortInfo,
   Question,
   SandboxInfo,
   SandboxUsage,
@@ -59,6 +60,7 @@ export { Files, type FileOptions, type ReadOptions } from "./files.js";
 export { Image, type MakeOptions } from "./images.js";
 export { events, followEvents, type EventOptions, type JournalEvent } from "./journal.js";
 export { Pool, putTemplate, Template, type ClaimOptions, type PoolOptions, type TemplateFields } from "./pools.js";
+export { Forward } from "./ports.js";
 export { Process, Processes, type CommandOptions, type ExecOptions, type ExecStreamOptions, type StartOptions } from "./processes.js";
 export type { Denied, ExecResult, Exited, Output, StreamEvent, Truncated } from "./results.js";
 export {
@@ -74,3 +76,4 @@ export {
   type Shape,
 } from "./sandbox.js";
 export { Snapshot, Volume, type Identified, type ServerOptions, type VolumeMount } from "./stays.js";
+export { Tunnel } from "./websocket.js";

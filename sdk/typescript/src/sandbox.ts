@@ -17,17 +17,21 @@ import type {
   Isolation,
   Merged,
   NewTokenBody,
+  PortInfo,
+  Ports,
   SandboxInfo,
   Sandboxes,
   SandboxUsage,
   SnapshotInfo,
 } from "./generated.js";
 import { listEvents, type JournalEvent } from "./journal.js";
+import { Forward } from "./ports.js";
 import { commandBody, executions, Process, Processes, streamEvents } from "./processes.js";
 import type { ExecOptions, ExecStreamOptions, StartOptions } from "./processes.js";
 import { execResult, type ExecResult, type StreamEvent } from "./results.js";
 import { read, write } from "./shapes.js";
 import { idOf, mounts, Snapshot, type Identified, type ServerOptions, type VolumeMount } from "./stays.js";
+import type { Tunnel } from "./websocket.js";
 
 export type NetworkMode = "off" | "rules" | "open";
 
@@ -327,6 +331,29 @@ export class Sandbox implements AsyncDisposable {
   /** Run code and yield what it prints and shows as it does; the last event is `ended`. Leaving early interrupts it. */
   runCodeStream(code: string, options: CodeStreamOptions & { language?: string } = {}): AsyncGenerator<CodeEvent, void, undefined> {
     return runCodeStream(this.#connection, this.id, code, options);
+  }
+
+  /** A connection to a TCP port of the sandbox's own loopback, whatever its network is; `port_closed` where nobody listens. */
+  connect(port: number, { signal }: CallOptions = {}): Promise<Tunnel> {
+    return this.#connection.tunnel(`${this.#place}/ports/${port}/tunnel`, { signal });
+  }
+
+  /** Listen on 127.0.0.1 and pass every connection on to a port inside; `forward.port` says where. */
+  forward(port: number, { localPort = 0 }: { localPort?: number } = {}): Promise<Forward> {
+    return Forward.listen(localPort, () => this.connect(port));
+  }
+
+  /** A preview link: an address for a browser that reaches a port inside without a key, until it expires or the sandbox ends. */
+  async url(port: number, options: CallOptions & { ttlS?: number } = {}): Promise<string> {
+    const { ttlS, signal, ...unknown } = options;
+    refuseUnknown("url", unknown);
+    const plan = { json: write("MakeLink", { ttlS }), signal, repeatable: true };
+    return ((await this.#connection.call("POST", `${this.#place}/ports/${port}/link`, plan)) as { url: string }).url;
+  }
+
+  /** The TCP ports that something inside listens on, lowest first. */
+  async ports({ signal }: CallOptions = {}): Promise<PortInfo[]> {
+    return read<Ports>("Ports", await this.#connection.call("GET", `${this.#place}/ports`, { signal })).ports;
   }
 
   /** What it is and how it is held: isolation, limits, warnings, when it ends. To look is not to use. */

@@ -3,6 +3,9 @@
 import assert from "node:assert/strict";
 import { execFile } from "node:child_process";
 import { randomBytes } from "node:crypto";
+import { once } from "node:events";
+import { get } from "node:http";
+import { connect as connectSocket } from "node:net";
 import { after, before, test } from "node:test";
 import { setTimeout as sleep } from "node:timers/promises";
 import { promisify } from "node:util";
@@ -296,6 +299,75 @@ test("a pool: waiting for it, claiming, and its end", PATIENCE, async () => {
   await Template.delete(name);
   assert.ok(!(await Template.list()).some((one) => one.spec.name === name));
   await assert.rejects(Pool.get(name), NotFound);
+});
+
+// Echoes what comes, and says how much it was when the other side has ended.
+const ECHO = `
+import socket
+server = socket.create_server(("127.0.0.1", 7000))
+open("listening", "w").close()
+while True:
+    peer, _ = server.accept()
+    total = 0
+    while data := peer.recv(65536):
+        total += len(data)
+        peer.sendall(data)
+    peer.sendall(b"|%d" % total)
+    peer.close()
+`;
+
+test("ports: nobody there, then an echo, with ends of their own", PATIENCE, async () => {
+  await using inner = await Sandbox.create({ timeoutS: 300 });
+  await assert.rejects(inner.connect(7000), (problem) => problem instanceof ClocheError && problem.code === "port_closed" && problem.requestId !== null);
+  await assert.rejects(inner.connect(99999), (problem) => problem instanceof ClocheError && problem.code === "argument_invalid");
+  assert.deepEqual(await inner.ports(), []);
+  await inner.start(["python3", "-c", ECHO]);
+  await until(() => inner.files.exists("listening"));
+  assert.deepEqual(await inner.ports(), [{ port: 7000, address: "127.0.0.1" }]);
+
+  const sent = randomBytes(300_000);
+  const tunnel = await inner.connect(7000);
+  tunnel.end(sent);
+  const pieces: Buffer[] = [];
+  for await (const piece of tunnel) pieces.push(piece as Buffer);
+  assert.ok(Buffer.concat(pieces).equals(Buffer.concat([sent, Buffer.from("|300000")])));
+
+  await using forward = await inner.forward(7000);
+  const talk = async (text: string) => {
+    const socket = connectSocket({ port: forward.port, host: "127.0.0.1", allowHalfOpen: true });
+    socket.end(text);
+    let heard = "";
+    for await (const piece of socket) heard += String(piece);
+    return heard;
+  };
+  assert.deepEqual(await Promise.all([talk("one"), talk("three")]), ["one|3", "three|5"]);
+  await assert.rejects(inner.forward(7000, { localPort: forward.port }), (problem) => problem instanceof ClocheError && problem.code === "address_unavailable");
+
+  await using open = await inner.connect(7000);
+  open.write("x");
+  assert.equal(String((await once(open, "data"))[0]), "x");
+  const failed = once(open, "error");
+  await inner.delete();
+  assert.ok((await failed)[0] instanceof ClocheError);
+});
+
+test("a preview link needs no key", PATIENCE, async () => {
+  await using inner = await Sandbox.create({ timeoutS: 300 });
+  await inner.files.write("index.html", "a page");
+  await inner.start(["python3", "-m", "http.server", "8000"]);
+  await until(async () => (await inner.ports()).some((one) => one.port === 8000));
+  const link = new URL(await inner.url(8000, { ttlS: 60 }));
+  const answer = await new Promise<string>((resolve, reject) => {
+    const headers = { Host: link.host };
+    const ask = get({ host: "127.0.0.1", port: link.port, path: link.pathname + link.search, headers }, (response) => {
+      let text = `${response.statusCode} ${response.headers.location ?? ""} `;
+      response.on("data", (piece) => (text += String(piece)));
+      response.on("end", () => resolve(text));
+    });
+    ask.on("error", reject);
+  });
+  assert.match(answer, /a page|^30\d/);
+  await assert.rejects(inner.url(8000, { ttlS: -1 }), (problem) => problem instanceof ClocheError && problem.code === "limit_invalid");
 });
 
 test("many at once", PATIENCE, async () => {

@@ -23,7 +23,7 @@ after(() => between[Symbol.asyncDispose]());
 /** What a call takes by position; the rest are options. */
 const POSITIONS: Record<string, string[]> = {
   exec: ["command"], exec_stream: ["command"], start: ["command"], run: ["command", "code"], run_code: ["code"], run_code_stream: ["code"], run_stream: ["code"],
-  pull: ["reference"], build: ["recipe"], wait_ready: ["ready"],
+  pull: ["reference"], build: ["recipe"], wait_ready: ["ready"], url: ["port"],
   read: ["path"], stat: ["path"], exists: ["path"], remove: ["path"], make_dir: ["path"], download: ["path"], list: ["path"],
   write: ["path", "data"], move: ["path", "target"], upload: ["path", "archive"],
   get: ["sandbox", "execution", "snapshot", "name", "reference"], signal: ["number"], resize: ["columns", "rows"],
