@@ -269,6 +269,36 @@ def test_a_server_that_never_answers_is_a_time_out():
             assert conftest.stop(served) == 0
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET %s/\xff\xfe HTTP/1.1\r\n", b"CONNECT %s/x HTTP/1.1\r\n", b"GET %s/ HTTP/1.1\r\nX-Odd: a\x01b\r\n",
+        b"GET %s/ HTTP/1.1\r\nX-Odd: \xff\r\n", b"GET %s/\x7f HTTP/1.1\r\n",
+        b"POST %s/ HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n", b"GET %s/../../../../healthz HTTP/1.1\r\n",
+    ],
+)  # fmt: skip
+def test_a_head_that_cannot_be_passed_on_is_never_a_fault_of_ours(inside, served, head):
+    with socket.create_connection(("127.0.0.1", inside.at), timeout=conftest.PATIENCE_S) as raw:
+        raw.sendall(
+            head % inside.path.encode()
+            + f"Host: 127.0.0.1\r\nX-API-Key: {served.key}\r\nConnection: close\r\n\r\n".encode()
+        )
+        status = int(raw.recv(100).split()[1])
+    assert status in (200, 400, 405), status
+
+
+def test_a_token_for_one_sandbox_opens_its_ports_and_no_other(inside, served, http, box):
+    made = http.post(f"/v1/sandboxes/{inside.sandbox}/tokens", json={"scopes": ["ports"], "ttl_s": 600})
+    token = made.raise_for_status().json()["token"]
+    with served.client(token) as bearer:
+        told, headers = forwarded(bearer.get(inside.path + "/"))
+        assert token not in json.dumps(told)
+        refused(bearer.get(f"/v1/sandboxes/{box}/ports/80/"), "sandbox_not_found")
+        assert bearer.post(inside.path + "/link", json={}).json()["error"]["code"] == "scope_missing"
+    told, headers = forwarded(inside.by_name(headers={"Authorization": f"Bearer {token}"}))
+    assert "authorization" not in headers
+
+
 # ── what passes ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -181,6 +181,16 @@ def test_a_paused_sandbox_wakes(box):
         assert late.read() == b"again"
 
 
+def test_a_preview_link_needs_a_server(box, where):
+    port = echo(box)
+    if where is None:
+        assert code_of(lambda: box.url(port)) == "server_unavailable"
+        return
+    assert code_of(lambda: box.url(0)) == "argument_invalid"
+    assert code_of(lambda: box.url(port, ttl_s=0)) == "limit_invalid"
+    assert box.url(port).startswith(f"http://{port}-{box.id}.localhost:")
+
+
 def test_two_hundred_at_once_and_none_is_left(box):
     port = echo(box)
     held = [box.connect(port) for _ in range(200)]

@@ -54,8 +54,8 @@ def listeners(table: bytes) -> set[tuple[str, int]]:
 
 def _address(digits: str) -> str:
     """The kernel prints an address as numbers of its own byte order, 32 bits each."""
+    if len(digits) not in (8, 32):
+        raise ValueError("not an address")
     words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
     raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-    if len(raw) not in (4, 16):
-        raise ValueError("not an address")
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)

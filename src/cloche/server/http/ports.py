@@ -14,6 +14,7 @@ not come from another origin's page.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from contextlib import suppress
 
@@ -25,6 +26,7 @@ from cloche import errors, interfaces, model, settings
 from cloche.server.guarding import Principal
 from cloche.server.http import answering, doors, ledger, links, proxy
 
+log = logging.getLogger("cloche.http")
 _PATH = re.compile(r"/v1/sandboxes/([^/]+)/ports/(\d{1,6})(/.*)?", re.DOTALL)
 _NAME = re.compile(rf"(\d{{1,5}})-([a-z0-9]{{{model.ID_LENGTH}}})\..+")
 _PIECE = 1 << 16
@@ -85,6 +87,14 @@ class Ports:
         except errors.ClocheError as problem:
             if not status:
                 await refuse(scope, receive, observed, problem)
+        except OSError:
+            raise  # the client has left
+        except Exception:
+            request_id = ledger.entry(scope).request_id
+            log.exception("request %s failed", request_id)
+            if not status:
+                words = f"something of ours failed; the log has request {request_id}"
+                await refuse(scope, receive, observed, errors.error("internal_error", words))
 
     # ── doors ───────────────────────────────────────────────────────────────────────────────────
 

@@ -116,11 +116,9 @@ class Broken(Exception):
 
 async def request(scope: Scope, receive: Receive, send: Send, target: Target) -> int:
     """Pass one request on and its answer back: the status. Raises before anything is answered, or `Broken`."""
+    head = _request(scope, target)
     async with _dialled(target) as tunnel:
         talk = h11.Connection(h11.CLIENT, max_incomplete_event_size=_PIECE)
-        head = h11.Request(
-            method=scope["method"], target=target.address, headers=_request_headers(scope, target)
-        )
         await tunnel.write(_bytes(talk, head))
         moved = _Moved()
         sending = asyncio.ensure_future(_send_body(receive, talk, tunnel, moved))
@@ -135,6 +133,23 @@ async def request(scope: Scope, receive: Receive, send: Send, target: Target) ->
             for task in (sending, answering):
                 task.cancel()
             await asyncio.gather(sending, answering, return_exceptions=True)
+
+
+def _request(scope: Scope, target: Target) -> h11.Request:
+    if scope["method"] == "CONNECT":
+        raise errors.error("method_refused", "CONNECT is not passed on", hint="use a tunnel")
+    try:
+        return h11.Request(
+            method=scope["method"], target=target.address, headers=_request_headers(scope, target)
+        )
+    except h11.LocalProtocolError as problem:
+        raise _unfit(problem) from None
+
+
+def _unfit(problem: h11.LocalProtocolError) -> errors.ClocheError:
+    return errors.error(
+        "argument_invalid", f"the request cannot be passed on: {problem}", hint="encode what is not ASCII"
+    )
 
 
 class _Moved:
@@ -246,7 +261,7 @@ def _bytes(talk: h11.Connection, event: Any) -> bytes:
     try:
         return talk.send(event) or b""
     except h11.LocalProtocolError as problem:
-        raise errors.error("argument_invalid", f"the request cannot be passed on: {problem}") from None
+        raise _unfit(problem) from None
 
 
 @asynccontextmanager
