@@ -509,6 +509,9 @@ class Driver(ABC):
     async def start(self) -> None:
         """Get ready; raises `NotSupported` with the cause and the fix where this host cannot."""
 
+    async def check(self) -> None:  # noqa: B027 - what needs nothing that could die has nothing to look at
+        """Whether a machine could be made now; raises why not. What died is started again."""
+
     @abstractmethod
     async def create(
         self,
@@ -1002,6 +1005,10 @@ class Backend(ABC):
 
 class Store(ABC):
     """The durable nouns and the journal. Methods block; callers in an event loop use a thread."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Whether something could be written now; raises why not. Nothing is."""
 
     @abstractmethod
     def put_sandbox(self, info: model.SandboxInfo, spec: model.SandboxSpec | None = None) -> None:

@@ -154,6 +154,11 @@ class Server(Group, frozen=True, kw_only=True):
     origins: tuple[str, ...] = ()
     """Origins of web pages (`https://app.example.org`) whose requests are accepted. None by default."""
 
+    host_paths: tuple[str, ...] = ()
+    """Directories of this host beneath which callers over TCP may name workspaces and images, by absolute path. Those with `{tenant}` in them
+    (`/srv/work/{tenant}`) are for callers of that tenant, the others for callers without one. None by default: then only the unix socket's owner names paths
+    (`host_path_refused`)."""
+
     max_body_mib: Positive = 8
     """MiB of a JSON body. Larger ones are refused with `body_too_large` before they are read."""
 
@@ -874,6 +879,12 @@ def _from_file(file: _File, home: str) -> Settings:
         place = ("defaults", "resources", str(problem.details["field"]))
         raise file.wrong(place, problem.message, hint=problem.hint or "") from None
     _check_jwt(file, chosen.jwt)
+    for index, directory in enumerate(chosen.server.host_paths):
+        if not directory.startswith("/") or directory.rstrip("/") == "":
+            message = f"{directory!r} is not a directory by its absolute path, or all of them"
+            raise file.wrong(
+                ("server", "host_paths", index), message, hint="name the one that holds workspaces"
+            )
     for index, pattern in enumerate(chosen.audit.redact):
         try:
             re.compile(pattern)

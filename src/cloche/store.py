@@ -46,6 +46,7 @@ TENANT = "local"
 
 LIVE: tuple[model.Phase, ...] = ("running", "paused", "archived")
 _EVENTS = "SELECT seq, kind, sandbox, time, data FROM events"
+_LEAST_ROOM = 8 << 20  # bytes: a few transactions and their log
 
 # Each entry takes a file from the version before it. They are history: add one, never edit one.
 _MIGRATIONS: dict[int, tuple[str, ...]] = {
@@ -424,6 +425,18 @@ class Store(interfaces.Store):
     def _query(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
         with self._lock, self._translated():
             return self._connection().execute(statement, values).fetchall()
+
+    def check(self) -> None:
+        """The lock that a write would take, and room for what it would write."""
+        room = os.statvfs(os.path.dirname(self.path))
+        if room.f_bavail * room.f_frsize < _LEAST_ROOM:
+            raise errors.error("disk_full", f"the file system of {self.path} has no room", hint="free some")
+        with self._lock, self._translated("the state is locked"):
+            db = self._connection()
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("ROLLBACK")
+            if not os.path.exists(self.path):
+                raise errors.error("state_corrupt", f"{self.path} was removed", hint="restart what uses it")
 
     @contextmanager
     def _transaction(

@@ -203,6 +203,10 @@ class NamespacesDriver(interfaces.Driver):
         for lost in list(self._machines.values()):
             lost.died("the launcher ended")
 
+    async def check(self) -> None:
+        if not self.alive and not self._closed:
+            await self._start_launcher(self.facts.rootless)
+
     @property
     def alive(self) -> bool:
         return not self._closed and self._link.fileno() >= 0

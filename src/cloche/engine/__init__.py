@@ -1696,6 +1696,14 @@ class Engine(interfaces.Backend):
             )
         return self._audit
 
+    async def check_ready(self) -> None:
+        """Whether a sandbox could be made, recorded and kept now; raises why not."""
+        if self._closed:
+            raise errors.error("server_unavailable", "this engine is closed")
+        self.check_audit()
+        await asyncio.to_thread(self._store.check)
+        await (await self._placement.choose(self.settings.defaults.minimum_isolation)).check()
+
     def check_audit(self) -> None:
         """Whether anything may be done that needs a record."""
         if self._audit is not None:

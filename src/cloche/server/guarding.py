@@ -7,6 +7,7 @@ tenant's sandboxes: what it names is looked up first, and another tenant's is `s
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 
 from cloche import errors, events, interfaces, model, policy, rpc
+from cloche.server import hostpaths
 from cloche.server.refusals import record_refusal
 
 T = TypeVar("T")
@@ -60,7 +62,9 @@ class Principal(NamedTuple):
     tenant: str
     scopes: frozenset[str]
     host_paths: bool = False
-    """Whether paths of the server's host mean anything from this caller."""
+    """Whether every path of the server's host means something from this caller."""
+    directories: tuple[str, ...] = ()
+    """Beneath which it may name them otherwise."""
     expires_at: float | None = None
     """When it is nobody any more."""
     sandbox: str | None = None
@@ -130,6 +134,8 @@ class Guarded:
     async def _ask(self, name: str, given: dict[str, Any]) -> Any:
         await self._admit(name, given)
         result = await getattr(self._backend, name)(**given)
+        if name == "create":
+            await self._check_opened(given["spec"], result)
         if name == "list" and self._principal.tenant:
             return [info for info in result if info.tenant == self._principal.tenant]
         if name == "snapshots" and self._principal.tenant:
@@ -163,7 +169,7 @@ class Guarded:
             for scope in given["scopes"]:
                 caller.require(scope)
         if "spec" in given:
-            self._refuse_host_paths(given["spec"])
+            given["spec"] = await self._place(given["spec"])
         if name in ("pull_image", "build_image") and not caller.host_paths:
             _refuse_host_images(given)
         if isinstance(given.get("spec"), model.SandboxSpec):
@@ -241,29 +247,46 @@ class Guarded:
             )
         return msgspec.structs.replace(spec, tenant=self._principal.tenant)
 
-    def _refuse_host_paths(self, spec: Any) -> None:
-        """Nothing that is asked for, be it a sandbox, a template or a claim, names a path of the server's host."""
+    async def _place(self, spec: Any) -> Any:
+        """What is asked for, be it a sandbox, a template or a claim, names no path of the server's host but those that this caller may."""
         if self._principal.host_paths:
-            return
-        if getattr(spec, "workspace", None) is not None:
-            raise _host_path(
-                "workspace",
-                "a workspace is a directory of the server's host, which this caller may not name",
-                "upload files instead, or use the unix socket",
-            )
+            return spec
         if policy.names_directories(getattr(spec, "policy", {})):
             raise _host_path(
                 "policy",
                 "files.read and files.write name directories of the server's host, which this caller may not",
                 "upload files instead, or have the operator name them in the server's own policy file",
             )
+        allowed = self._principal.directories
+        said: dict[str, Any] = {}
+        if getattr(spec, "workspace", None) is not None:
+            said["workspace"] = await asyncio.to_thread(hostpaths.place, spec.workspace, allowed)
+            if said["workspace"] is None:
+                raise hostpaths.refused(
+                    "workspace", "a workspace is a directory", "upload files instead, or use the unix socket"
+                )
         image = getattr(spec, "image", None)
-        if model.names_host_path(image):
-            raise _host_path(
-                "image",
-                f"the image {image!r} is a path of the server's host, which this caller may not name",
-                "name an image of a registry, or one by its digest",
-            )
+        if image is not None and model.names_host_path(image):
+            said["image"] = await asyncio.to_thread(hostpaths.image, image, allowed)
+            if said["image"] is None:
+                raise hostpaths.refused(
+                    "image",
+                    f"the image {image!r} is a path",
+                    "name an image of a registry, or one by its digest",
+                )
+        if getattr(spec, "path", None) is not None or "workspace" in said:
+            said["path"] = hostpaths.PATH
+        return msgspec.structs.replace(spec, **said) if said else spec
+
+    async def _check_opened(self, asked: Any, made: Any) -> None:
+        """The directory that was opened is the one that was judged, or nobody gets the sandbox."""
+        place = getattr(asked, "workspace", None)
+        if place is None or self._principal.host_paths or not hostpaths.opened_elsewhere(made, place):
+            return
+        await self._backend.delete(made.id)
+        problem = hostpaths.refused("workspace", "what was opened is a directory", "ask again")
+        record_refusal(self._backend, "create", made.id, problem)
+        raise problem
 
 
 def _missing(named: str) -> errors.ClocheError:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from starlette.datastructures import Headers
 
 from cloche import errors, model
-from cloche.server import jwt, keys, tokens
+from cloche.server import hostpaths, jwt, keys, tokens
 from cloche.server.guarding import Principal
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
@@ -35,11 +35,13 @@ class Doors:
         origins: Sequence[str] = (),
         foreign: jwt.Tokens | None = None,
         access: tokens.AccessTokens | None = None,
+        host_paths: Sequence[str] = (),
         now: Callable[[], float] = time.time,
     ) -> None:
         self._keys = known
         self._foreign = foreign
         self._access = access
+        self._host_paths = tuple(host_paths)
         self._now = now
         named = {host.lower() for host in hosts}
         self._hosts = {"localhost", "127.0.0.1", "[::1]"} | {name for name in named if name[:1] != "*"}
@@ -94,10 +96,15 @@ class Doors:
                 hint="send `Authorization: Bearer cl_…`; `cloche serve` prints where the key is kept",
             )
         if self._foreign is not None and jwt.looks_like(secret):
-            return self._remembered(self._foreign.check(secret))
+            return self._remembered(self._placed(self._foreign.check(secret)))
         if self._access is not None and secret.startswith(tokens.PREFIX):
             return self._remembered(self._access.check(secret))
-        return _principal(self._keys.check(secret))
+        return self._placed(_principal(self._keys.check(secret)))
+
+    def _placed(self, caller: Principal) -> Principal:
+        if not self._host_paths:
+            return caller
+        return caller._replace(directories=hostpaths.directories(self._host_paths, caller.tenant))
 
     def _remembered(self, guest: Principal) -> Principal:
         """So that `holder` knows who has no key."""
@@ -110,7 +117,7 @@ class Doors:
     def holder(self, name: str) -> Principal:
         """Who goes by that name now; refused once the key is revoked or over, or the token is."""
         if ":" not in name:
-            return _principal(self._keys.named(name))
+            return self._placed(_principal(self._keys.named(name)))
         guest = self._guests.get(name)
         if guest is None or (guest.expires_at is not None and guest.expires_at <= self._now()):
             raise errors.error("token_expired", "the token's time is over", hint="get a new one")

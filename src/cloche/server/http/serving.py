@@ -59,6 +59,7 @@ def make_app(
         origins=config.server.origins,
         foreign=jwt.Tokens(config.jwt) if config.jwt.enabled else None,
         access=access,
+        host_paths=config.server.host_paths,
     )
     counted = meters or Meters()
     answers = answering.Answers(backend, entrance, config)

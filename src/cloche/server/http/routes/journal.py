@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from cloche import __version__
+from cloche import __version__, errors
 from cloche.events import KINDS
 from cloche.server.guarding import opened
 from cloche.server.http import wire
@@ -17,6 +18,8 @@ from cloche.server.http.pages import made as made_cursor
 from cloche.server.http.pages import opened as opened_cursor
 from cloche.server.http.reading import last_event_id
 from cloche.server.http.routes.table import operation
+
+log = logging.getLogger("cloche.http")
 
 
 class Health(wire.Answer, frozen=True, kw_only=True):
@@ -72,14 +75,22 @@ def _event(found: dict[str, Any]) -> wire.JournalEvent:
 
 @operation("GET", "/healthz", scope=None)
 async def health(call: Call) -> Health:
-    """Whether the engine answers."""
+    """Whether the engine answers: if not, restart it."""
     return await _health(call)
 
 
 @operation("GET", "/readyz", scope=None, errors="server_unavailable")
 async def ready(call: Call) -> Health:
-    """Whether the store can be read and sandboxes can be made."""
-    await call.backend.events(0, None, 1)
+    """Whether a sandbox could be made, recorded and kept now: the launcher lives, the state can be written and has room, and the
+    audit log takes what it must. If not, send nobody here; why is in the log."""
+    check = getattr(call.backend, "check_ready", None)
+    try:
+        if check is not None:
+            await check()
+    except errors.ClocheError as problem:
+        log.warning("not ready: %s", problem.message)
+        words = f"this server is not ready ({problem.code})"  # the rest is not for who has no key
+        raise errors.error("server_unavailable", words, hint="its log says why") from None
     return await _health(call)
 
 
