@@ -149,12 +149,13 @@ def test_looser_rules_come_to_no_more_than_the_ceiling(client, body):
 def test_nothing_that_is_done_later_loosens_it(client):
     box = client.post("/v1/sandboxes", json={"timeout_s": 500}).raise_for_status().json()["id"]
     here = f"/v1/sandboxes/{box}"
-    for network in (
+    changes: list[dict[str, Any]] = [
         {"mode": "open"},
         {"mode": "rules", "allow": ["evil.example"]},
         {"deny": []},
         {"resolve": {"pypi.org:443": "127.0.0.1:22"}},
-    ):
+    ]
+    for network in changes:
         client.patch(f"{here}/policy", json={"network": network})
         within(client, box)
     for timeout_s in (601, 1e6, None):
@@ -222,13 +223,13 @@ def test_no_other_wire_loosens_it(house, client):
         "/mcp", json={"jsonrpc": "2.0", "method": "notifications/initialized"}, headers={**ACCEPT, **session}
     )
     arguments = {"profile": "permissive", "network": {"enabled": True, "allowed_domains": ["evil.example"]}}
-    body = {
+    call = {
         "jsonrpc": "2.0",
         "id": 2,
         "method": "tools/call",
         "params": {"name": "sandbox_session_create", "arguments": arguments},
     }
-    client.post("/mcp", json=body, headers={**ACCEPT, **session}).raise_for_status()
+    client.post("/mcp", json=call, headers={**ACCEPT, **session}).raise_for_status()
     for box in client.get("/v1/sandboxes").json()["sandboxes"]:
         within(client, box["id"])
     program = """
