@@ -175,6 +175,9 @@ answer = [f.sandbox_id for f in forks]
         and s.program("for f in forks: f.kill()") is None, MIDDLE),
     Case("sandbox.create_snapshot()", "snap = box.create_snapshot().snapshot_id; answer = snap",
         lambda s: s.http.get(f"/v1/snapshots/{s.answer}").json()["sandbox"] == s.box.id and s.program("Sandbox.delete_snapshot(snap)") is None),
+    Case("sandbox.create_snapshot(name=…)", "named = box.create_snapshot(name='of-a-test'); copy = Sandbox.create('of-a-test', timeout=600); answer = [named.snapshot_id, named.names]",
+        lambda s: s.answer[1] == ["of-a-test"] and s.http.get("/v1/snapshots/of-a-test").json()["id"] == s.answer[0]
+        and s.program("answer = [copy.kill(), Sandbox.delete_snapshot(named.snapshot_id)]") == [True, True], NEW),
     Case("Sandbox.list_snapshots()", "snap = box.create_snapshot().snapshot_id; answer = [snap, [s.snapshot_id for s in box.list_snapshots().next_items()]]",
         lambda s: s.answer[0] in s.answer[1] and s.program("Sandbox.delete_snapshot(snap)") is None),
     Case("Sandbox.delete_snapshot()", "snap = box.create_snapshot().snapshot_id; answer = [snap, Sandbox.delete_snapshot(snap), Sandbox.delete_snapshot(snap)]",
@@ -318,6 +321,7 @@ CODE = (
     """, lambda s: s.answer == ["first\n", "first\nthen\n7"] and s.there("goes-on"), MIDDLE),
     Case("run_code(on_error)", "got = []; box.run_code('1/0', on_error=lambda e: got.append(e.name)); answer = got", says(["ZeroDivisionError"]), MIDDLE),
     Case("run_code(envs)", "box.run_code('import os; open(\"env\", \"w\").write(os.environ[\"ONCE\"])', envs={'ONCE': 'yes'}); answer = box.run_code('os.environ.get(\"ONCE\")').text", lambda s: s.answer in (None, "None") and s.text("env") == "yes", MIDDLE),
+    Case("run_code(), with the variables of create(envs)", "own = Sandbox.create(timeout=600, envs={'OF': 'the sandbox'}); answer = own.run_code('import os; os.environ[\"OF\"]').text", says("the sandbox"), MIDDLE),
     Case("run_code(language='bash')", "answer = box.run_code('echo made > by-bash; echo $((20 + 1))', language='bash').logs.stdout", lambda s: s.answer == ["21\n"] and s.text("by-bash") == "made\n", MIDDLE),
     Case("run_code(timeout), which interrupts", """
         try:

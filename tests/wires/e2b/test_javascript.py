@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,19 +59,22 @@ def packages() -> Path:
     return place
 
 
-@pytest.fixture(scope="module")
-def script(served: server.Served) -> Iterator[Client]:
-    place = packages()
-    worker = place / f"worker-{os.getpid()}.mjs"
-    worker.write_text(WORKER)
-    environment = {
+def variables(served: server.Served) -> dict[str, str]:
+    return {
         "PATH": os.environ["PATH"],
         "HOME": str(served.home),
         "E2B_API_KEY": served.key.replace("cl_", "e2b_"),
         "E2B_API_URL": served.url,
         "E2B_SANDBOX_URL": served.url,
     }
-    made = Client(["node", str(worker)], environment)
+
+
+@pytest.fixture(scope="module")
+def script(served: server.Served) -> Iterator[Client]:
+    place = packages()
+    worker = place / f"worker-{os.getpid()}.mjs"
+    worker.write_text(WORKER)
+    made = Client(["node", str(worker)], variables(served))
     try:
         yield made
     finally:
@@ -106,6 +110,24 @@ def test_what_is_raised(name: str, source: str, script: Client, shared: str) -> 
     with pytest.raises(Raised) as caught:
         script(source)
     assert caught.value.name == name, caught.value
+
+
+def test_the_guides_program(served: server.Served) -> None:
+    place = packages()
+    [source] = re.findall(r"```js\n(.*?)```", (ROOT / "docs/guides/e2b.md").read_text(), re.DOTALL)
+    program = place / f"guide-{os.getpid()}.mjs"
+    program.write_text(source)
+    try:
+        ran = subprocess.run(
+            ["node", program],
+            env=variables(served),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+    finally:
+        program.unlink()
+    assert (ran.returncode, ran.stdout) == (0, "hello\n42\n"), ran.stderr
 
 
 def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,8 @@ async def _start(call: Call, template: str) -> dict[str, str]:
 
 async def _list(call: Call) -> Response:
     query = call.request.query_params
-    wanted = _wanted(call)
+    wanted, template = _wanted(call), query.get("template", "")
+    template = templates.OURS.get(template, template)
     since = calls.moment(call, "startedAfter")
     states = [word for word in query.get("state", "").split(",") if word] or _STATES
     for word in states:
@@ -185,7 +186,7 @@ async def _list(call: Call) -> Response:
         if info.phase in ("running", "paused", "archived")
         and _state(info) in states
         and all(info.labels.get(name) == value for name, value in wanted.items())
-        and query.get("template") in (None, "", info.template)
+        and (not template or template == info.template)
         and info.created_at > since
     ]
     if not latest_first:
