@@ -77,9 +77,9 @@ class Cloche:
     def keeper_pid(self) -> int | None:
         """The holder of the lock, if it lives."""
         try:
-            pid = int((self.state / "lock").read_text())
+            pid = int((self.state / "lock").read_text().split()[0])
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except (OSError, ValueError):
+        except (OSError, ValueError, IndexError):
             return None
         return pid if b"cloche.cli.keeper" in command else None
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as open_websocket
 
+from cloche.drivers import namespaces
 from tests.server import conftest
 from tests.server.conftest import PATIENCE_S, Served
 
@@ -445,3 +447,79 @@ def test_a_websocket_that_nobody_reads_is_cut(strict, good):
         until(lambda: ended(deaf))
     assert good.get(f"/v1/sandboxes/{made}/executions").json()["executions"][0]["running"]
     assert good.delete(f"/v1/sandboxes/{made}").status_code == 204
+
+
+# ── gone ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that keeps nothing warm, so that what it has open can be counted."""
+    made = conftest.serve(tmp_path_factory.mktemp("bare"), settings="[keeper]\nwarm_sandboxes = 0\n")
+    with made.client() as client:
+        answered(client)
+    yield made
+    assert conftest.stop(made) == 0
+
+
+def leave(served: Served, data: bytes, listen: bool) -> None:
+    """Send this much, hear the first bytes of the answer or do not, and go without a word (a reset, not an end)."""
+    with dial(served) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.sendall(data)
+        if listen:
+            sock.recv(1)
+
+
+STAGES = (0.0, 0.3, "head", 0.98, 1.0, "answer")
+EMBRYOS = 2 * namespaces._MOST_EMBRYOS + 2
+"""Descriptors that the driver may have more than before: it makes ready what was used up too fast."""
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/run", {"command": "echo a; sleep 0.3"}),
+        ("POST", "/run/stream", {"command": "echo a; sleep 1000"}),
+        ("POST", "/v1/sandboxes", {"labels": {"left": "yes"}}),
+        ("POST", "/v1/sandboxes/{box}/exec", {"command": "echo a; sleep 0.3"}),
+        ("PUT", "/v1/sandboxes/{box}/files?path=up", {"filling": "x" * 300_000}),
+        ("PUT", "/v1/sandboxes/{box}/files/tree?path=t", {"filling": "x" * 300_000}),
+        ("POST", "/v1/sandboxes/{box}/code", {"code": "import time; time.sleep(0.1)"}),
+        ("POST", "/v1/sandboxes/{box}/snapshots", {}),
+        ("GET", "/v1/events/stream", None),
+        ("GET", "/v1/sandboxes/{box}/files/watch", None),
+    ],
+    ids=["run", "run stream", "create", "exec", "upload", "tree", "code", "snapshot", "events", "watch"],
+)
+def test_a_client_that_leaves_at_any_stage_leaves_nothing(bare, method, path, body):
+    with bare.client() as good:
+        box = good.post("/v1/sandboxes", json={}).raise_for_status().json()["id"]
+        good.post(f"/v1/sandboxes/{box}/code", json={"code": "1"})  # the interpreter is there from now on
+        before = descriptors(bare)
+        data = b"" if body is None else json.dumps(body).encode()
+        top = head(bare, method, path.format(box=box), Content_Length=str(len(data)))
+        whole = top + data
+        repeats = 1 + EMBRYOS // len(STAGES)  # what is left behind each time shows
+        for stage in STAGES:
+            part = {"head": top[:-2], "answer": whole}.get(str(stage))
+            for _ in range(repeats):
+                leave(
+                    bare, whole[: int(len(whole) * float(stage))] if part is None else part, stage == "answer"
+                )
+        answered(good)
+        until(lambda: clear(bare, good, box) and descriptors(bare) <= before + EMBRYOS)
+        result = good.post(f"/v1/sandboxes/{box}/exec", json={"command": "echo still"}).json()
+        assert result["stdout"] == "still\n"
+        good.delete(f"/v1/sandboxes/{box}")
+
+
+def clear(served: Served, good: httpx.Client, box: str) -> bool:
+    """Whether there is one sandbox, without anything that runs. Who creates and leaves in the same moment may own what was made."""
+    for made in good.get("/v1/sandboxes", params={"label": "left=yes"}).json()["sandboxes"]:
+        good.delete(f"/v1/sandboxes/{made['id']}")
+    for kept in good.get("/v1/snapshots").json()["snapshots"]:
+        good.delete(f"/v1/snapshots/{kept['id']}")
+    executions = good.get(f"/v1/sandboxes/{box}/executions").json()["executions"]
+    left = [made["id"] for made in good.get("/v1/sandboxes").json()["sandboxes"]]
+    return left == [box] and not any(execution["running"] for execution in executions)

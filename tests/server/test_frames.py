@@ -105,7 +105,7 @@ def test_a_sandbox_ends_with_the_connection_that_made_it(served, http):
     asyncio.run(asyncio.wait_for(gone(), conftest.PATIENCE_S))
 
 
-def test_a_server_that_stops_is_a_lost_connection(tmp_path):
+def test_a_server_that_stops_says_so_or_is_a_lost_connection(tmp_path):
     made = conftest.serve(tmp_path)
 
     async def use() -> str:
@@ -124,4 +124,4 @@ def test_a_server_that_stops_is_a_lost_connection(tmp_path):
         finally:
             del os.environ["CLOCHE_API_KEY"]
 
-    assert asyncio.run(use()) in ("connection_lost", "sandbox_lost")
+    assert asyncio.run(use()) in ("connection_lost", "sandbox_lost", "server_stopping")

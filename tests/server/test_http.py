@@ -433,7 +433,7 @@ def test_an_execution_survives_its_follower(served, http, box):
 def test_a_second_server_says_who_holds_the_state(served):
     second = served.cloche("serve", "--port", "0")
     assert second.returncode == 125
-    assert f"pid {served.process.pid}" in second.stderr
+    assert f"pid {served.process.pid}, {served.url}" in second.stderr
 
 
 def test_an_address_that_is_taken_is_said(served, tmp_path):

@@ -47,7 +47,7 @@ def _main(shape: str, tell: int) -> int:
         _tell(tell, "locked\n")
         return 0
     _open_log(os.path.join(config.home, "keeper.log"))
-    asyncio.run(_serve(config, path, shape, tell))
+    asyncio.run(_serve(config, path, shape, tell, lock))
     os.close(lock)
     return 0
 
@@ -76,8 +76,23 @@ def take_lock(home: str, *, patience_s: float = 0.0) -> int:
             time.sleep(_LOCK_STEP_S)
             continue
         os.ftruncate(lock, 0)
-        os.pwrite(lock, b"%d\n" % os.getpid(), 0)
+        sign_lock(lock, "")
         return lock
+
+
+def sign_lock(lock: int, address: str) -> None:
+    """Who holds it, and where that one answers; for people. The lock itself is the kernel's."""
+    os.pwrite(lock, f"{os.getpid()}\n{address}\n".encode(), 0)
+
+
+def holder(home: str) -> str:
+    """Who holds the lock, in words."""
+    try:
+        with open(os.path.join(home, "lock")) as file:
+            pid, address = file.read(4096).split("\n")[:2]
+        return f"another server or keeper (pid {int(pid)}" + (f", {address})" if address else ")")
+    except (OSError, ValueError):
+        return "another server or keeper"
 
 
 def _open_log(path: str) -> None:
@@ -90,7 +105,7 @@ def _open_log(path: str) -> None:
     os.close(log)
 
 
-async def _serve(config: settings.Settings, path: str, shape: str, tell: int) -> None:
+async def _serve(config: settings.Settings, path: str, shape: str, tell: int, lock: int) -> None:
     engine = wiring.make_engine(os.environ, where=f"unix:{path}", warm=True)
     kept = keeper.Keeper(engine, engine, idle_exit_s=config.keeper.idle_exit_s, defaults=config.defaults)
     asyncio.get_running_loop().set_exception_handler(Complaints())
@@ -98,6 +113,7 @@ async def _serve(config: settings.Settings, path: str, shape: str, tell: int) ->
     serving = asyncio.ensure_future(kept.serve(path))
     await asyncio.sleep(0)  # it listens now, or has failed
     if not serving.done():
+        sign_lock(lock, path)
         _tell(tell, "ready\n")
         _warm_up(engine, shape, config.defaults)
     gc.freeze()  # what was imported stays; the collector need not look at it again

@@ -19,6 +19,7 @@ from cloche.cli import keeper as process
 from cloche.drivers import spawning
 from cloche.mcp.http import HttpFace
 from cloche.server import keeper, keys, tokens
+from cloche.server.leaving import Leaving
 
 DEFAULT_KEY = "default"
 
@@ -51,12 +52,12 @@ def execute(verb: str, chosen: argparse.Namespace) -> int:
     if lock < 0:
         raise errors.error(
             "state_locked",
-            f"{config.home} is held by {_holder(config.home)}",
+            f"{config.home} is held by {process.holder(config.home)}",
             hint="`cloche gc --restart` ends a keeper without sandboxes; or set CLOCHE_HOME to another directory",
         )
     _open_log(config.server.log)
     try:
-        asyncio.run(_serve(config, chosen.socket or config.socket_path, as_json=chosen.json))
+        asyncio.run(_serve(config, chosen.socket or config.socket_path, lock, as_json=chosen.json))
     finally:
         os.close(lock)
     return 0
@@ -88,15 +89,7 @@ def _open_log(kind: str) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
-def _holder(home: str) -> str:
-    try:
-        with open(os.path.join(home, "lock")) as file:
-            return f"another server or keeper (pid {int(file.read())})"
-    except (OSError, ValueError):
-        return "another server or keeper"
-
-
-async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None:
+async def _serve(config: settings.Settings, path: str, lock: int, *, as_json: bool) -> None:
     from cloche.compat import e2b
     from cloche.server.http import connections, links, serving, tls
     from cloche.server.http.meters import Meters  # uvicorn and Starlette: only here
@@ -120,9 +113,10 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
     asyncio.get_running_loop().set_exception_handler(process.Complaints())
     tools = HttpFace(config)
     meters = Meters(watch, counted)
+    leaving = Leaving(config.server.drain_s)
     kept = keeper.Keeper(
         engine, engine, idle_exit_s=None, defaults=config.defaults,
-        observe=lambda call, code: meters.called(f"socket {call}", code),
+        observe=lambda call, code: meters.called(f"socket {call}", code), leaving=leaving,
     )  # fmt: skip
     scheme = "http" if certificate is None else "https"
     base = links.base_url(config.server.domain, listener.getsockname()[1], scheme=scheme)
@@ -137,12 +131,15 @@ async def _serve(config: settings.Settings, path: str, *, as_json: bool) -> None
         meters=meters,
         access=access,
         signed=signed,
+        leaving=leaving,
     )
-    http = asyncio.ensure_future(serving.serve(app, listener, config, watch, certificate))
+    http = asyncio.ensure_future(serving.serve(app, listener, config, watch, leaving, certificate))
     http.add_done_callback(lambda _: kept.leave())
     frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http, tools)))
     await asyncio.sleep(0)
+    process.sign_lock(lock, url)
     _greet(url, path, key_file, as_json=as_json)
+    notify("READY=1", f"STATUS=serving on {url}")
     await frames
     await _stop(http, tools)
 
@@ -155,11 +152,21 @@ def _raise_descriptors() -> int:
     return hard
 
 
+def notify(*lines: str) -> None:
+    """Tell the service manager that started us, if one did (`sd_notify`)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.sendto("\n".join(lines).encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
 async def _stop(http: asyncio.Future[None], tools: HttpFace) -> None:
-    await tools.aclose()  # its streams stay open by themselves
+    notify("STOPPING=1")
     http.cancel()
     with suppress(asyncio.CancelledError):
         await http
+    await tools.aclose()
 
 
 def first_key(known: keys.Keys) -> str:

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import msgspec
 
 from cloche import __version__, errors, events, framing, interfaces, model, rpc, settings
-from cloche.server import refusals
+from cloche.server import leaving, refusals
+from cloche.server.leaving import Leaving
 
 _CHUNK = 1 << 18
 _PIECE = 1 << 16
@@ -31,6 +32,7 @@ _SEND_BUFFER = 1 << 20
 _BACKLOG = 256
 _MAKING = ("create", "claim", "put_pool")
 _OWN = ("hello", "stop", "run")
+_ENDLESS = ("follow_events", "watch_files", "follow_asks")
 
 
 class Engine(Protocol):
@@ -58,7 +60,10 @@ class Keeper:
         idle_exit_s: float | None,
         defaults: settings.Defaults | None = None,
         observe: Observe | None = None,
+        leaving: Leaving | None = None,
     ) -> None:
+        """`leaving`: how to end, with patience; without it, at once."""
+        self._patience = leaving
         self._observe = observe
         self._backend = backend
         self._engine = engine
@@ -73,7 +78,7 @@ class Keeper:
         """Listen until idle for long enough, or told to stop. `before_end`: what else serves this engine leaves first."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._leaving.set)
+            loop.add_signal_handler(number, self._told_to_leave)
         self._server = await asyncio.start_unix_server(self._accept, sock=listen(path))
         self.look_again()
         try:
@@ -83,13 +88,22 @@ class Keeper:
             with suppress(OSError):
                 os.unlink(path)
             self._server.close()
-            if before_end is not None:
+            if self._patience is not None:
+                self._patience.begin()
+                drained = [connection.drain(self._patience) for connection in self._connections]
+                await asyncio.gather(before_end() if before_end is not None else asyncio.sleep(0), *drained)
+            elif before_end is not None:
                 await before_end()
             for connection in list(self._connections):
                 connection.close()
             if (told := refusals.of(self._backend)) is not None:
                 told.close()
             await self._backend.aclose()
+
+    def _told_to_leave(self) -> None:
+        if self._leaving.is_set() and self._patience is not None:
+            self._patience.end()  # the second time: do not wait
+        self._leaving.set()
 
     def stop(self) -> bool:
         """Leave, unless somebody's sandbox would end by it; whether we leave."""
@@ -159,6 +173,9 @@ class Connection:
         self._defaults = defaults
         self._keeper = keeper
         self._calls: dict[int, _Call] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
         self._owned: set[str] = set()
         self._pools: set[str] = set()
         self._dropping: set[asyncio.Task[None]] = set()
@@ -172,8 +189,11 @@ class Connection:
                     self._take(kind, channel, body)
 
     def _take(self, kind: int, channel: int, body: bytes) -> None:
-        if kind == framing.CALL:
+        if kind == framing.CALL and self._draining:
+            self.fail(channel, leaving.problem())
+        elif kind == framing.CALL:
             self._calls[channel] = _Call()
+            self._idle.clear()
             self._calls[channel].task = _spawn(self._serve(channel, body), f"call {channel}")
         elif channel not in self._calls:
             return
@@ -202,6 +222,7 @@ class Connection:
             self._before_each()
             call = rpc.decode_call(body)
             name = call.method if call.method in _OWN or call.method in rpc.methods() else "unknown"
+            self._calls[channel].endless = name in _ENDLESS
             if call.method not in ("hello", "stop"):
                 self._check_version(call)
             await self._answer(channel, call)
@@ -216,6 +237,8 @@ class Connection:
             self.fail(channel, errors.error("internal_error", f"{type(problem).__name__}: {problem}"))
         finally:
             self._calls.pop(channel, None)
+            if not self._calls:
+                self._idle.set()
             if self._observe is not None:
                 self._observe(name, code)
 
@@ -442,6 +465,25 @@ class Connection:
     def fail(self, channel: int, problem: errors.ClocheError) -> None:
         self.send(framing.ERROR, channel, problem.to_dict())
 
+    async def drain(self, patience: Leaving) -> None:
+        """Take no new calls, let those under way finish while there is patience, tell the others, and close."""
+        self._draining = True
+        self._tell(endless_only=True)
+        waiting = [asyncio.ensure_future(event.wait()) for event in (self._idle, patience.over)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+        self._tell(endless_only=False)
+        self.close()
+
+    def _tell(self, *, endless_only: bool) -> None:
+        for channel, call in list(self._calls.items()):
+            if call.endless or not endless_only:
+                self.fail(channel, leaving.problem())
+                call.cancel()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -482,6 +524,7 @@ class _Call:
         self.credit = rpc.Credit()
         self.made = ""
         self.keep = False
+        self.endless = False
 
     def queue(self, data: bytes) -> None:
         self.queued += len(data)

@@ -27,6 +27,7 @@ from starlette.websockets import WebSocket
 from cloche import errors, events, interfaces, model, rpc, settings
 from cloche.server.guarding import Principal, guard
 from cloche.server.http import doors, ledger, operations, proxy, reading, remembering, wire
+from cloche.server.leaving import Leaving
 from cloche.server.refusals import record_refusal
 
 log = logging.getLogger("cloche.http")
@@ -58,8 +59,10 @@ class Answers:
         entrance: doors.Doors,
         config: settings.Settings,
         *,
+        leaving: Leaving | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._leaving = leaving or Leaving(config.server.drain_s)
         self._backend = backend
         self._doors = entrance
         self._config = config
@@ -116,12 +119,14 @@ class Answers:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             request, entry = Request(scope), ledger.entry(scope)
             entry.operation = name
-            principal, status = _PROBE, 0
+            principal, status, complete = _PROBE, 0, False
 
             async def observed(message: Message) -> None:
-                nonlocal status
+                nonlocal status, complete
                 if message["type"] == "http.response.start":
                     status = message["status"]
+                elif message["type"] == "http.response.body":
+                    complete = not message.get("more_body", False)
                 await send(message)
 
             try:
@@ -135,7 +140,9 @@ class Answers:
             else:
                 scope["cloche"] = guard(self._backend, principal)
                 try:
-                    await face(scope, receive, observed)
+                    await self._until_leaving(scope["method"] == "GET", face(scope, receive, observed))
+                    if self._leaving.begun.is_set() and status and not complete:
+                        await send({"type": "http.response.body", "body": b"", "more_body": False})
                 except Exception:
                     request_id = entry.request_id
                     log.exception("request %s of %s failed", request_id, name)
@@ -146,6 +153,19 @@ class Answers:
                         )
 
         return app
+
+    async def _until_leaving(self, endless: bool, work: Awaitable[None]) -> None:
+        """Another protocol's standing stream ends when the server leaves."""
+        if not endless:
+            return await work
+        task = asyncio.ensure_future(work)
+        self._leaving.watch(task, endless=True)
+        try:
+            await asyncio.wait((task,))
+        finally:
+            task.cancel()
+        if self._leaving.told(task) is None:
+            task.result()
 
     def enter(self, headers: Headers, what: str, own: str | None = None) -> tuple[str, interfaces.Backend]:
         """For other faces: the caller's key by name, and the backend as that caller may use it. `own`: an origin whose pages may."""
@@ -254,6 +274,7 @@ class Answers:
                 return await app(scope, receive, send)
             headers = Headers(scope=scope)
             try:
+                self._leaving.check()
                 self._doors.check_name(headers, (scope.get("server") or ("",))[0])
             except errors.ClocheError as problem:
                 self._turned_down(
@@ -288,7 +309,7 @@ class Answers:
             return self._response(operation, call, await operation.handler(call, **arguments, **query))
 
         async def wait(work: Awaitable[Response]) -> Response:
-            response: Response = await while_there(call.request, work)
+            response: Response = await while_there(call.request, work, self._leaving)
             return response
 
         key = reading.idempotency_key(operation, headers)
@@ -303,7 +324,7 @@ class Answers:
         if isinstance(result, Response):
             return result
         if isinstance(result, operations.Stream):
-            return EventStream(result.events)
+            return EventStream(result.events, self._leaving, endless=result.endless)
         if result is None:
             return Response(status_code=operation.status)
         if isinstance(result, bytes):
@@ -346,12 +367,15 @@ def failure(problem: errors.ClocheError, request_id: str) -> Response:
     )
 
 
-async def while_there(request: Request, work: Awaitable[Any]) -> Any:
-    """Do the work unless the client leaves first; then it is cancelled, and cleans up after itself."""
+async def while_there(request: Request, work: Awaitable[Any], leaving: Leaving) -> Any:
+    """Do the work unless the client, or the server, leaves first; then it is cancelled, and cleans up after itself."""
     task = asyncio.ensure_future(work)
+    leaving.watch(task)
     watch = asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if (problem := leaving.told(task)) is not None:
+            raise problem
         if task.done():
             return task.result()
         raise ClientDisconnect
@@ -406,19 +430,27 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[operations.Event]) -> None:
+    def __init__(
+        self, events: AsyncIterator[operations.Event], leaving: Leaving, *, endless: bool = False
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._leaving = leaving
+        self._endless = endless
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(_left(receive))
+        left = asyncio.ensure_future(_left(receive))
+        self._leaving.watch(writing, endless=self._endless)
         try:
-            await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writing, left), return_when=asyncio.FIRST_COMPLETED)
+            if not left.done() and (problem := self._leaving.told(writing)) is not None:
+                await self._send(send, _frame(operations.Event("error", problem.to_dict())))
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            for task in (writing, leaving):
+            for task in (writing, left):
                 task.cancel()
             with suppress(asyncio.CancelledError, OSError):
                 await writing

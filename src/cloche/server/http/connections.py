@@ -127,6 +127,7 @@ class Watch:
         for connection in list(self._all):
             if isinstance(connection, WebSocket):
                 connection.end()
+            connection.transport.abort()
 
     def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
         shortest = min(self.limits[:4])

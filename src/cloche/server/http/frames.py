@@ -16,13 +16,18 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from cloche import errors, rpc, settings
 from cloche.server import keeper
 from cloche.server.http import answering
+from cloche.server.leaving import Leaving
 
 _PIECE = 1 << 19
 _HIGH_WATER = 4 << 20
 
 
 async def connect(
-    websocket: WebSocket, entrance: answering.Answers, config: settings.Settings, observe: keeper.Observe
+    websocket: WebSocket,
+    entrance: answering.Answers,
+    config: settings.Settings,
+    observe: keeper.Observe,
+    leaving: Leaving | None,
 ) -> None:
     """Serve one client until it leaves."""
     try:
@@ -40,10 +45,18 @@ async def connect(
         backend, cast(asyncio.StreamWriter, writer), config.defaults, before_each=each,
         observe=lambda call, code: observe(f"websocket {call}", code),
     )  # fmt: skip
+    drained = asyncio.ensure_future(_drain(serving, leaving)) if leaving is not None else None
     try:
         await serving.run(cast(asyncio.StreamReader, Reader(websocket)))
     finally:
+        if drained is not None:
+            drained.cancel()
         await serving.finish()
+
+
+async def _drain(serving: keeper.Connection, leaving: Leaving) -> None:
+    await leaving.begun.wait()
+    await serving.drain(leaving)
 
 
 class Reader:

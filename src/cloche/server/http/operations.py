@@ -40,8 +40,10 @@ _PLACE = re.compile(r"\{(\w+)(?::\w+)?\}")
 class Stream(Generic[T]):
     """Events of one type, each sent as it happens. `id` is what `Last-Event-ID` repeats."""
 
-    def __init__(self, events: AsyncIterator[Event]) -> None:
+    def __init__(self, events: AsyncIterator[Event], *, endless: bool = False) -> None:
+        """`endless`: nobody need wait for its end, because it has none of its own."""
         self.events = events
+        self.endless = endless
 
 
 class Event(NamedTuple):

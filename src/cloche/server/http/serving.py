@@ -35,8 +35,10 @@ from cloche.server.http import (
 )
 from cloche.server.http.meters import MEDIA_TYPE, Meters
 from cloche.server.http.routes import TABLE
+from cloche.server.leaving import Leaving
 
 _BACKLOG = 2048
+_GRACE_S = 1
 
 
 def make_app(
@@ -49,6 +51,7 @@ def make_app(
     meters: Meters | None = None,
     access: tokens.AccessTokens | None = None,
     signed: links.Links | None = None,
+    leaving: Leaving | None = None,
 ) -> Starlette:
     """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
     `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest. `signed`: preview links."""
@@ -62,7 +65,7 @@ def make_app(
         host_paths=config.server.host_paths,
     )
     counted = meters or Meters()
-    answers = answering.Answers(backend, entrance, config)
+    answers = answering.Answers(backend, entrance, config, leaving=leaving)
 
     async def metrics(request: Request) -> Response:
         ledger.entry(request.scope).operation = "metrics"
@@ -74,7 +77,7 @@ def make_app(
 
     async def connect(websocket: WebSocket) -> None:
         ledger.entry(websocket.scope).operation = "connect"
-        await frames.connect(websocket, answers, config, counted.called)
+        await frames.connect(websocket, answers, config, counted.called, leaving)
 
     async def unknown(request: Request, problem: Exception) -> Response:
         status = getattr(problem, "status_code", 404)
@@ -144,16 +147,17 @@ async def serve(
     listener: socket.socket,
     config: settings.Settings,
     watch: connections.Watch,
+    leaving: Leaving,
     certificate: tls.Certificate | None = None,
 ) -> None:
-    """Serve until cancelled; then drain."""
+    """Serve until cancelled; then wait for what is under way, as long as there is patience."""
     http, websocket = connections.protocols(watch)
     server = Server(
         uvicorn.Config(
             app, loop="none", http=http, ws=websocket, log_config=None, access_log=False, lifespan="off", server_header=False,
             ws_max_size=64 << 20, ws_per_message_deflate=False, ws_ping_interval=config.server.ping_s,
             ws_ping_timeout=config.server.ping_s, date_header=False, timeout_keep_alive=int(config.server.idle_timeout_s) or 1,
-            backlog=_BACKLOG, timeout_graceful_shutdown=int(config.server.drain_s) or 1,
+            backlog=_BACKLOG, timeout_graceful_shutdown=int(config.server.drain_s) + 2 * _GRACE_S,
         )
     )  # fmt: skip
     if certificate is not None:
@@ -164,7 +168,12 @@ async def serve(
         await asyncio.shield(running)
     except asyncio.CancelledError:
         server.should_exit = True
+        leaving.begin()
+        loop = asyncio.get_running_loop()
+        impatience = asyncio.ensure_future(leaving.over.wait())
+        impatience.add_done_callback(lambda _: loop.call_later(_GRACE_S, watch.farewell))
         await running
+        impatience.cancel()
         raise
 
 

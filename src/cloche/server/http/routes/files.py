@@ -105,7 +105,7 @@ async def watch_files(
     """Watch a directory, as server-sent events named after what happened."""
     watched = call.backend.watch_files(sandbox, path, recursive, user)
     await call.backend.stat_file(sandbox, path, user)
-    return Stream(_events(await opened(watched)))
+    return Stream(_events(await opened(watched)), endless=True)
 
 
 async def _events(watched: AsyncIterator[model.FileEvent]) -> AsyncIterator[Event]:

@@ -60,7 +60,7 @@ async def follow_events(
     """Follow what happens, as server-sent events named by their kind. Each has its number as id; `Last-Event-ID` goes on from there."""
     last = last_event_id(call.request.headers)
     followed = call.backend.follow_events(after if last is None else last, sandbox)
-    return Stream(_events(await opened(followed)))
+    return Stream(_events(await opened(followed)), endless=True)
 
 
 async def _events(followed: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:

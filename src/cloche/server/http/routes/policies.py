@@ -130,7 +130,7 @@ async def follow_asks(call: Call, sandbox: str) -> Stream[model.Question]:
     `ready` comes first: from then on connections wait for an answer, each told as `question`. Whoever leaves is not asked any more,
     and what still waits is refused.
     """
-    return Stream(await begun(_questions(call.backend.follow_asks(sandbox)), _PATIENCE_S))
+    return Stream(await begun(_questions(call.backend.follow_asks(sandbox)), _PATIENCE_S), endless=True)
 
 
 async def _questions(asked: AsyncIterator[model.Question]) -> AsyncIterator[Event]:
