@@ -501,7 +501,8 @@ def closing(caught):
 
 def socket_to(inside, path="/socket", **more):
     headers = {"X-API-Key": inside.served.key, **more.pop("headers", {})}
-    return connect(f"ws://127.0.0.1:{inside.at}{inside.path}{path}", additional_headers=headers, **more)
+    url = f"ws://127.0.0.1:{inside.at}{inside.path}{path}"
+    return connect(url, additional_headers=headers, open_timeout=conftest.PATIENCE_S, **more)
 
 
 def test_a_websocket_passes_both_ways(inside):
@@ -523,7 +524,12 @@ def test_a_websocket_by_name_needs_the_same(inside):
     # A client connects to where the name leads; the name is what it asks for.
     def by_name(**headers):
         sock = socket.create_connection(("127.0.0.1", inside.at))
-        return connect(f"ws://{inside.host}/socket", sock=sock, additional_headers=headers)
+        return connect(
+            f"ws://{inside.host}/socket",
+            sock=sock,
+            additional_headers=headers,
+            open_timeout=conftest.PATIENCE_S,
+        )
 
     for headers in ({}, {"Cookie": "cloche_link=1.x"}):
         with pytest.raises(InvalidStatus) as caught:
@@ -644,12 +650,22 @@ def test_a_sandbox_that_ends_in_the_middle_cuts_the_answer(served, http, box):
 
 
 def test_nothing_of_it_is_left(inside, served, until):
-    """Connections to the port end with their requests, in the server and inside."""
+    """Connections to the port end with their requests, in the server and inside; also with those that are not finished."""
     inside.by_path()
+    for method, rest in (
+        ("POST", "Content-Length: 1000000\r\n\r\nhalf"),
+        ("GET", "\r\n"),
+        ("POST", "Transfer-Encoding: chunked\r\n\r\n5\r\nhal"),
+    ):
+        with socket.create_connection(("127.0.0.1", inside.at), timeout=conftest.PATIENCE_S) as raw:
+            head = f"{method} {inside.path}/never HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: {served.key}\r\n{rest}"
+            raw.sendall(head.encode())
+            until(lambda: open_inside(inside) > 0)
+        until(lambda: open_inside(inside) == 0)
 
-    def open_inside():
-        command = "cat /proc/net/tcp | awk '$4 == \"01\"' | wc -l"
-        ran = inside.http.post(f"/v1/sandboxes/{inside.sandbox}/exec", json={"command": command}).json()
-        return int(ran["stdout"])
 
-    until(lambda: open_inside() == 0)
+def open_inside(inside):
+    """Connections whose far end, which is ours, has not been closed."""
+    command = f"awk '$2 ~ /:{inside.port:04X}$/ && $4 == \"01\"' /proc/net/tcp | wc -l"
+    ran = inside.http.post(f"/v1/sandboxes/{inside.sandbox}/exec", json={"command": command}).json()
+    return int(ran["stdout"])

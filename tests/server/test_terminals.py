@@ -7,6 +7,8 @@ import pytest
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
+from tests.server import conftest
+
 
 class Terminal:
     def __init__(self, served, box, execution):
@@ -15,7 +17,8 @@ class Terminal:
 
     def open(self, after=0, key=None, query=None, **headers):
         given = {"Authorization": f"Bearer {key or self.key}", **headers}
-        return connect(f"{self.at}?{query or f'after={after}'}", additional_headers=given)
+        where = f"{self.at}?{query or f'after={after}'}"
+        return connect(where, additional_headers=given, open_timeout=conftest.PATIENCE_S)
 
 
 @pytest.fixture

@@ -276,9 +276,9 @@ class Tunnel(interfaces.Tunnel):
                 self._send(framing.INPUT, self.channel, b"")
 
     async def aclose(self) -> None:
+        self._part(self.channel)
         if self._problem is None:
             self._problem = errors.error("connection_lost", "the tunnel was closed here")
-            self._part(self.channel)
             self.frames.put_nowait((framing.ERROR, msgspec.json.encode(self._problem.to_dict())))
 
 
