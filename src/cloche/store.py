@@ -237,16 +237,7 @@ class Store(interfaces.Store):
     ) -> None:
         """Insert or replace. With `if_version`, only that version is replaced (of several processes one wins)."""
         with self._transaction("put_template") as db:
-            row = db.execute(
-                "SELECT version FROM templates WHERE tenant = ? AND name = ?", (tenant, info.spec.name)
-            ).fetchone()
-            found = row[0] if row else ""
-            if if_version is not None and if_version != found:
-                raise errors.error(
-                    "version_conflict",
-                    f"the template {info.spec.name!r} has version {found or 'none'}, not {if_version}",
-                    hint="look at it again, and put your change on top",
-                )
+            _match_version(db, tenant, info.spec.name, if_version)
             db.execute(
                 "INSERT OR REPLACE INTO templates (tenant, name, version, info) VALUES (?, ?, ?, ?)",
                 (tenant, info.spec.name, info.version, _dump(info)),
@@ -263,8 +254,9 @@ class Store(interfaces.Store):
             "SELECT info FROM templates WHERE tenant = ? ORDER BY name", (tenant,), "TemplateInfo"
         )
 
-    def delete_template(self, name: str, *, tenant: str = TENANT) -> None:
+    def delete_template(self, name: str, if_version: str | None = None, *, tenant: str = TENANT) -> None:
         with self._transaction("delete_template") as db:
+            _match_version(db, tenant, name, if_version)
             db.execute("DELETE FROM templates WHERE tenant = ? AND name = ?", (tenant, name))
 
     def put_pool(self, info: stock.PoolInfo, *, tenant: str = TENANT) -> None:
@@ -682,3 +674,16 @@ def _no_space(path: str) -> bool:
     except OSError:
         return False
     return disk.f_bavail == 0 or disk.f_favail == 0
+
+
+def _match_version(db: sqlite3.Connection, tenant: str, name: str, wanted: str | None) -> None:
+    if wanted is None:
+        return
+    row = db.execute("SELECT version FROM templates WHERE tenant = ? AND name = ?", (tenant, name)).fetchone()
+    found = row[0] if row else ""
+    if wanted != found:
+        raise errors.error(
+            "version_conflict",
+            f"the template {name!r} has version {found or 'none'}, not {wanted}",
+            hint="look at it again, and put your change on top",
+        )

@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 
+from tests.server import conftest
 from tests.server.test_http import events, live, refused, until
 
 # ── what is refused before anything is done ────────────────────────────────────────────────────────
@@ -179,7 +180,10 @@ def test_secrets_and_templates_have_versions(http):
     refused(http.put("/v1/templates/etag", json=template, headers={"If-Match": '"x"'}), "version_conflict")
     newer = http.put("/v1/templates/etag", json=template, headers={"If-Match": tag})
     assert newer.headers["etag"] == http.get("/v1/templates/etag").headers["etag"] != tag
-    http.delete("/v1/templates/etag").raise_for_status()
+    refused(http.delete("/v1/templates/etag", headers={"If-Match": tag}), "version_conflict")
+    gone = http.delete("/v1/templates/etag", headers={"If-Match": newer.headers["etag"]})
+    assert gone.status_code == 204
+    refused(http.get("/v1/templates/etag"), "template_not_found")
 
 
 def test_a_condition_where_there_is_no_version_is_refused(http, box):
@@ -381,8 +385,10 @@ def test_a_pool_is_waited_for(http):
             ).json()["size"]
             == 0
         )
+        refused(http.delete("/v1/pools/waited", headers={"If-Match": '"99"'}), "version_conflict")
+        refused(http.delete("/v1/pools/waited", headers={"If-Match": '"x"'}), "argument_invalid")
     finally:
-        http.delete("/v1/pools/waited")
+        assert http.delete("/v1/pools/waited").status_code == 204
 
 
 # ── the sandbox of a run, at every stage ───────────────────────────────────────────────────────────
@@ -412,3 +418,38 @@ def test_who_leaves_a_run_at_any_stage_leaves_nothing(served, http, path, stage)
             leaving.post(path, json=body, timeout=patience)
     until(lambda: not mine())
     until(lambda: live(http) <= before)
+
+
+# ── web pages ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_page_that_is_named_may_read_answers_and_no_other(tmp_path):
+    ours, other = "https://app.example.org", "https://evil.example"
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    made = conftest.serve(tmp_path, settings=f'[server]\norigins = ["{ours}"]\n')
+    try:
+        with made.client() as http:
+            refused(http.get("/v1/sandboxes", headers={"Origin": other}), "peer_refused")
+            denied = http.options("/v1/sandboxes", headers={"Origin": other, **preflight})
+            assert "access-control-allow-origin" not in denied.headers
+            assert denied.status_code >= 400
+            assert "access-control-allow-origin" not in http.get("/v1/sandboxes").headers
+            allowed = http.options("/v1/sandboxes", headers={"Origin": ours, **preflight})
+            assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (204, ours)
+            assert "Authorization" in allowed.headers["access-control-allow-headers"]
+            read = http.get("/v1/sandboxes", headers={"Origin": ours})
+            assert (read.status_code, read.headers["access-control-allow-origin"]) == (200, ours)
+            assert "access-control-allow-credentials" not in read.headers
+            assert read.headers["vary"] == "Origin"
+            failed = http.get("/v1/sandboxes/nobody", headers={"Origin": ours})
+            assert (failed.status_code, failed.headers["access-control-allow-origin"]) == (404, ours)
+    finally:
+        assert conftest.stop(made) == 0
+
+
+def test_without_a_word_there_is_no_cors(http):
+    answer = http.options(
+        "/v1/sandboxes", headers={"Origin": "https://app.example.org", "Access-Control-Request-Method": "GET"}
+    )
+    assert "access-control-allow-origin" not in answer.headers
+    assert answer.status_code >= 400

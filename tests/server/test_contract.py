@@ -19,8 +19,10 @@ import msgspec
 import pytest
 
 from cloche import errors
+from cloche.cli import serving
 from cloche.server.http import examples, openapi, operations, reference
 from cloche.server.http.routes import TABLE
+from tests.server import conftest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = json.loads(openapi.encoded(TABLE))
@@ -338,3 +340,45 @@ def test_the_diff_is_a_command(tmp_path):
     broken = subprocess.run([*command, tmp_path / "new"], capture_output=True, text=True)
     assert (broken.returncode, broken.stdout) == (1, "POST /things: the operation is gone\n")
     assert subprocess.run([*command, tmp_path / "old"], capture_output=True).returncode == 0
+
+
+# ── the lines that people paste ────────────────────────────────────────────────────────────────────
+
+
+def pasted(served: conftest.Served, text: str, **variables: str) -> str:
+    """A block of a page, run as it stands but for the address and the key."""
+    text = text.replace("localhost:7777", served.url.removeprefix("http://"))
+    text = text.replace("~/.local/state/cloche", str(served.home / "s"))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        capture_output=True, text=True, timeout=50, env={**served.environment, **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```sh\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_lines_of_the_reference_work(served, http):
+    out = pasted(served, blocks("reference/http.md")[0])
+    assert '"name":"build"' in out
+    assert '"stdout":"hello\\n"' in out
+    assert http.get("/v1/sandboxes/build").status_code in (404, 410)
+
+
+def test_the_lines_of_the_guide_work(served, http, box):
+    try_it, *others = blocks("guides/server.md")
+    out = pasted(served, try_it)
+    assert '"stdout":"Linux ' in out
+    assert [f'"text":"{n}\\n"' in out for n in (1, 2, 3)] == [True] * 3
+    change = next(block for block in others if "If-Match" in block)
+    out = pasted(served, change, ID=box, KEY=served.key)
+    assert '"allow":["pypi.org"]' in out
+
+
+def test_the_lines_that_serve_prints_work(served, capsys):
+    serving._greet(served.url, "socket", str(served.home / "s/keys/default.key"), as_json=False)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "/run " in line]
+    assert '"stdout":"Linux ' in pasted(served, line)

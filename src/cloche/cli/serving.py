@@ -185,8 +185,8 @@ def _greet(url: str, path: str, key_file: str, *, as_json: bool) -> None:
         f"serving on {url} and {path}\n"
         f"the key is in {shown}\n\n"
         f"try:\n"
-        f'  curl -s {url}/run -H "Authorization: Bearer $(cat {key_file})" -d \'{{"command": "uname -a"}}\'\n'
-        f'  curl -sN {url}/run/stream -H "Authorization: Bearer $(cat {key_file})" -d \'{{"command": "make test"}}\'\n'
+        f'  curl -s {url}/run -H "Authorization: Bearer $(cat {key_file})" --json \'{{"command": "uname -a"}}\'\n'
+        f'  curl -sN {url}/run/stream -H "Authorization: Bearer $(cat {key_file})" --json \'{{"command": "make test"}}\'\n'
         f'  E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY="$(sed s/^cl_/e2b_/ {key_file})" python your_program.py',
         flush=True,
     )

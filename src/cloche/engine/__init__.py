@@ -1089,8 +1089,8 @@ class Engine(interfaces.Backend):
     async def templates(self) -> builtins.list[stock.TemplateInfo]:
         return await self._stock.templates.list()
 
-    async def delete_template(self, name: str) -> None:
-        await self._stock.templates.delete(name)
+    async def delete_template(self, name: str, if_version: str | None = None) -> None:
+        await self._stock.templates.delete(name, if_version)
 
     async def put_pool(self, spec: stock.PoolSpec, if_generation: int | None = None) -> stock.PoolInfo:
         return await self._stock.put_pool(spec, if_generation)
@@ -1107,8 +1107,8 @@ class Engine(interfaces.Backend):
     async def wait_pool(self, name: str, ready: int | None = None, timeout_s: float = 60) -> stock.PoolInfo:
         return await self._stock.wait_pool(name, ready, timeout_s)
 
-    async def delete_pool(self, name: str) -> None:
-        await self._stock.delete_pool(name)
+    async def delete_pool(self, name: str, if_generation: int | None = None) -> None:
+        await self._stock.delete_pool(name, if_generation)
 
     async def claim(self, spec: stock.ClaimSpec) -> stock.ClaimInfo:
         begun = time.perf_counter()

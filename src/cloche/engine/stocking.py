@@ -169,9 +169,11 @@ class Stock:
         model.check_seconds("timeout_s", timeout_s)
         return await self._pool(name).wait_ready(ready, timeout_s)
 
-    async def delete_pool(self, name: str) -> None:
+    async def delete_pool(self, name: str, if_generation: int | None = None) -> None:
         async with self._changing:
             pool = self._pool(name)
+            if if_generation is not None and if_generation != pool.generation:
+                raise _version_conflict(name, if_generation, pool.generation)
             if pool.spec.stay:
                 await asyncio.to_thread(self._store.delete_pool, name)
             del self._pools[name]

@@ -181,7 +181,7 @@ class Templates:
         self._changed(info)
         return info
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, if_version: str | None = None) -> None:
         if name in BUILTIN:
             raise errors.error("template_in_use", f"the template {name!r} is built in and stays")
         found = await self.get(name)
@@ -190,7 +190,7 @@ class Templates:
                 "template_in_use", f"the template {name!r} is used by the pool {pools[0]!r}",
                 hint=f"delete the pool first: cloche pool delete {pools[0]}", pools=pools,
             )  # fmt: skip
-        await asyncio.to_thread(self._store.delete_template, name)
+        await asyncio.to_thread(self._store.delete_template, name, if_version)
         self._note(name, "deleted", found.version)
 
     def _note(self, name: str, change: events.Change, version: str) -> None:

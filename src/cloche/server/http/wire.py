@@ -275,7 +275,7 @@ class Count(Answer, frozen=True, kw_only=True):
 # ── ports ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Ports(Answer, frozen=True, kw_only=True):
+class Ports(Page, frozen=True, kw_only=True):
     ports: tuple[model.PortInfo, ...]
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 from cloche import model
 from cloche.server.http import wire
 from cloche.server.http.answering import Call
+from cloche.server.http.pages import Cursor, Limit, page
 from cloche.server.http.routes.table import operation
 
 _HERE = "/v1/sandboxes/{sandbox}/ports"
 
 
 @operation("GET", _HERE, scope="ports", errors="sandbox_not_found sandbox_lost not_supported_by_driver")
-async def list_ports(call: Call, sandbox: str) -> wire.Ports:
+async def list_ports(
+    call: Call, sandbox: str, *, limit: Limit = 1000, cursor: Cursor | None = None
+) -> wire.Ports:
     """The TCP ports that something in a sandbox listens on. Wakes it, and counts as no use of it."""
-    return wire.Ports(ports=tuple(await call.backend.ports(sandbox)))
+    ports = await call.backend.ports(sandbox)
+    found, more = page(ports, lambda info: (info.port, info.address), limit, cursor)
+    return wire.Ports(ports=found, next_cursor=more)
 
 
 @operation(

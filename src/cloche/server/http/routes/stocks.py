@@ -75,10 +75,13 @@ async def get_template(call: Call, name: str) -> stock.TemplateInfo:
     return await call.backend.template(name)
 
 
-@operation("DELETE", "/v1/templates/{name}", scope="admin", errors="template_not_found template_in_use")
+@operation(
+    "DELETE", "/v1/templates/{name}", scope="admin", matches=True,
+    errors="template_not_found template_in_use version_conflict",
+)  # fmt: skip
 async def delete_template(call: Call, name: str) -> None:
-    """Delete a template that no pool uses."""
-    await call.backend.delete_template(name)
+    """Delete a template that no pool uses; with `If-Match`, only that version of it."""
+    await call.backend.delete_template(name, if_match(call.request.headers))
 
 
 @operation(
@@ -127,10 +130,12 @@ async def scale_pool(call: Call, name: str, body: Scale) -> stock.PoolInfo:
     return await call.backend.scale_pool(name, body.size, _generation(call))
 
 
-@operation("DELETE", "/v1/pools/{name}", scope="admin", errors="pool_not_found")
+@operation(
+    "DELETE", "/v1/pools/{name}", scope="admin", matches=True, errors="pool_not_found version_conflict"
+)
 async def delete_pool(call: Call, name: str) -> None:
-    """Delete a pool and the members that nobody has claimed."""
-    await call.backend.delete_pool(name)
+    """Delete a pool and the members that nobody has claimed; with `If-Match`, only that generation of it."""
+    await call.backend.delete_pool(name, _generation(call))
 
 
 @operation(
