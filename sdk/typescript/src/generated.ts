@@ -748,6 +748,7 @@ export interface PortInfo {
 }
 
 export interface Ports {
+  nextCursor: string | null;
   ports: PortInfo[];
 }
 
