@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cloche.compat.e2b import control
-from tests.wires.e2b import table
+from tests.wires.e2b import table, table_js
 from tests.wires.e2b.conftest import Client, environment_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -39,6 +39,9 @@ def test_the_calls_are_those_that_are_tested() -> None:
     shown = re.findall(r"^\| `([^|]*)` \| (2\.31|2\.45|newest) \|$", GUIDE, re.MULTILINE)
     assert shown == [(case.call, case.since) for case in table.TABLE]
     assert f"{len(table.TABLE)} calls" in GUIDE
+    script = re.findall(r"^\| `([^|]*)` \| JavaScript \|$", GUIDE, re.MULTILINE)
+    assert script == [case.call for case in table_js.TABLE]
+    assert f"{len(table_js.TABLE)} calls of the JavaScript" in GUIDE
     refused = re.findall(r"^\| `([^|]*)` \| (501|the SDK) \|", GUIDE, re.MULTILINE)
     assert refused == [(case.call, case.by) for case in table.REFUSED]
 

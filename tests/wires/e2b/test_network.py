@@ -2,7 +2,9 @@
 
 import ipaddress
 import json
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from cloche.compat.e2b import faults, network
 from cloche.policy import names, rules
 from tests.egress import room
+from tests.server import conftest as server
 from tests.wires.e2b.conftest import Client
 
 
@@ -231,3 +234,25 @@ def test_rules_of_a_client_are_enforced_on_connections(
     assert seen == 0
     for host in reached:
         assert ask(host), json.dumps([host, rules_given])
+
+
+@pytest.mark.timeout(900)
+def test_the_operator_may_want_no_network_unless_somebody_asks() -> None:
+    with tempfile.TemporaryDirectory(prefix="cl-") as home:
+        closed = server.serve(Path(home), settings='[server]\ne2b_network = "off"\n')
+        try:
+            with closed.client() as http:
+
+                def network_of(**body: Any) -> str:
+                    made = http.post("/v2/sandboxes", json={"templateID": "base", **body}).raise_for_status()
+                    sandbox = made.json()["sandboxID"]
+                    found: str = http.get(f"/v1/sandboxes/{sandbox}").json()["isolation"]["network"]
+                    assert http.delete(f"/sandboxes/{sandbox}").status_code == 204
+                    return found
+
+                assert network_of() == "off"
+                assert network_of(network={}) == "off"
+                assert network_of(allow_internet_access=True) == "open"
+                assert network_of(network={"allowOut": ["a.test"], "denyOut": ["0.0.0.0/0"]}) == "rules"
+        finally:
+            assert server.stop(closed) == 0
