@@ -295,3 +295,15 @@ def test_a_pool_of_the_template_serves_what_clients_make(program: Client, http: 
         assert http.get("/v1/pools/base").json()["hits"] == 1
     finally:
         assert http.delete("/v1/pools/base").status_code == 204
+
+
+def test_who_is_paused_by_its_time_never_lives_without_end(program: Client, http: httpx.Client) -> None:
+    made = program("""
+        own = Sandbox.create(timeout=600, lifecycle={"on_timeout": "pause"})
+        own.pause(); answer = own.sandbox_id
+    """)
+    assert info(http, made)["phase"] == "paused"
+    woken = http.post(f"/v1/sandboxes/{made}/exec", json={"command": "echo up"}).raise_for_status().json()
+    assert woken["stdout"] == "up\n"  # our own API wakes what it touches
+    assert info(http, made)["expires_at"] is not None
+    program("own.kill()")

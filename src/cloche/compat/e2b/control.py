@@ -304,8 +304,9 @@ async def _pause(call: Call) -> Response:
     if body.requireHealthyGuest:
         await call.backend.stat_file(info.id, "/")  # which the guest answers, or it fails
     await call.backend.suspend(info.id, "archive" if body.memory is False else "pause")
-    with suppress(errors.PolicyRefused):
-        await call.backend.extend(info.id, None)
+    if info.labels.get(_ON_TIMEOUT) != "pause":  # whose time suspends it goes on counting: its end is to stay as it is
+        with suppress(errors.PolicyRefused):
+            await call.backend.extend(info.id, None)
     return Response(status_code=204)
 
 
@@ -425,8 +426,8 @@ def may_wake(info: model.SandboxInfo) -> bool:
 
 async def wake(backend: interfaces.Backend, info: model.SandboxInfo, held: state.Held) -> model.SandboxInfo:
     """Traffic has come for a sandbox that wants to be woken by it: it lives as long again as it was last given."""
-    woken = await backend.resume(info.id)
-    return woken if woken.expires_at is not None else await backend.extend(info.id, held.timeout_s)
+    await backend.resume(info.id)
+    return await backend.extend(info.id, held.timeout_s)
 
 
 def _sandbox(call: Call, info: model.SandboxInfo) -> dict[str, Any]:
