@@ -304,7 +304,9 @@ async def _pause(call: Call) -> Response:
     if body.requireHealthyGuest:
         await call.backend.stat_file(info.id, "/")  # which the guest answers, or it fails
     await call.backend.suspend(info.id, "archive" if body.memory is False else "pause")
-    if info.labels.get(_ON_TIMEOUT) != "pause":  # whose time suspends it goes on counting: its end is to stay as it is
+    if (
+        info.labels.get(_ON_TIMEOUT) != "pause"
+    ):  # whose time suspends it goes on counting: its end is to stay as it is
         with suppress(errors.PolicyRefused):
             await call.backend.extend(info.id, None)
     return Response(status_code=204)
