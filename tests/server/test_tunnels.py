@@ -109,6 +109,32 @@ def test_a_driver_without_a_network_of_its_own_says_so():
         assert code_of(box.ports) == "not_supported_by_driver"
 
 
+def test_the_sandboxs_way_out_is_no_way_in(where):
+    """What enters there is taken for the sandbox: with what it may reach, and the credentials that are put in for it."""
+    with Sandbox(network="open", server=where) as box:
+        own = {
+            int(line.split()[1].rpartition(":")[2], 16)
+            for line in box.exec("cat /proc/net/tcp /proc/net/tcp6").stdout.splitlines()
+            if line.split()[3] == "0A"
+        }
+        assert 3128 in own
+        assert box.ports() == []
+        for port in own:
+            assert code_of(lambda port=port: box.connect(port)) == "port_closed"
+        with box.connect(echo(box)) as tunnel:
+            tunnel.write("hello")
+            assert tunnel.read() == b"hello"
+    with Sandbox(server=where) as box:
+        server = box.start(["python3", "-Ic", ECHO.replace("sys.argv[1], 0", "'127.0.0.1', 3128")])
+        while not box.ports():
+            pass
+        box.connect(3128).close()
+        server.kill()
+        server.wait()
+        box.policy.update(network="open")
+        assert code_of(lambda: box.connect(15001)) == "port_closed"
+
+
 # ── what is allowed ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1350,8 +1350,13 @@ class Engine(interfaces.Backend):
         return await tunnels.dial(self._find(sandbox), port, timeout_s)
 
     async def ports(self, sandbox: str) -> builtins.list[model.PortInfo]:
-        async with self._find(sandbox).use(looking=True) as machine:
-            return [model.PortInfo(port=port, address=address) for address, port in await machine.listening()]
+        found = self._find(sandbox)
+        async with found.use(looking=True) as machine:
+            return [
+                model.PortInfo(port=port, address=address)
+                for address, port in await machine.listening()
+                if port not in found.own_ports
+            ]
 
     async def link(self, sandbox: str, port: int, ttl_s: float = 3600) -> model.LinkInfo:
         model.check_port(port)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -111,6 +112,7 @@ class Networks:
         made, machine.prepared = machine.prepared, None
         made = made or await machine.capture()
         self._attached[sandbox.id] = sandbox
+        sandbox.own_ports = _ports(made)
         try:
             sandbox.trust = bound.trust
             await self.egress.attach(sandbox.id, made, self._permit(sandbox), bound.credentials)
@@ -296,6 +298,16 @@ class Networks:
 
 def _bundle_path(rules: policy.Merged) -> str:
     return _BUNDLE if rules.files.root == "overlay" else _BUNDLE_AT_HOME
+
+
+def _ports(made: interfaces.Capture) -> frozenset[int]:
+    """The TCP ports inside on which the way out is entered."""
+    found = set()
+    for _, fd in made.sockets:
+        with socket.socket(fileno=os.dup(fd)) as shown:
+            if shown.type == socket.SOCK_STREAM and shown.family != socket.AF_UNIX:
+                found.add(shown.getsockname()[1])
+    return frozenset(found)
 
 
 def _refuse_both(grants: interfaces.Grants, env: dict[str, str]) -> None:

@@ -83,6 +83,9 @@ class Sandbox:
         self._asked = False
         self._changing = asyncio.Lock()
         self.rebinding = asyncio.Lock()  # held by whoever changes its rules
+        self.own_ports: frozenset[int] = frozenset()
+        """Ports inside that are ours: the entrances to its network. What comes there is taken for the sandbox, with what it may reach and
+        the credentials that are put in for it, so nobody is led there from outside."""
         self.tunnels: set[Tunnel] = set()
         """Connections to ports of the machine; they end with it."""
         self._uses = 0
@@ -391,6 +394,7 @@ class Sandbox:
     def exchange(self, machine: interfaces.Machine) -> interfaces.Machine:
         """Within `change`: go on with another machine; the one before, to be killed."""
         before, self.machine = self.machine, machine
+        self.own_ports = frozenset()
         self._cut(errors.error("connection_lost", f"the processes of sandbox {self.id} have ended"))
         machine.on_denial = self._denied
         for context in self.contexts.values():

@@ -5,6 +5,7 @@ Invariants:
 * The socket came from inside and may be shared with it, so no call on it may block whatever the inside sets it to: each says
   so itself (MSG_DONTWAIT), and waiting is the event loop's.
 * Nothing is buffered here. What nobody reads stays in the kernel's buffers, and TCP tells the other side.
+* Nobody gets to the sandbox's way out from outside: what enters there is taken for the sandbox and gets its credentials.
 * A tunnel belongs to a machine and ends with it: archived, restored, killed or lost. Bytes are use of the sandbox and wake it; an
   open tunnel on which nothing moves is not.
 """
@@ -30,6 +31,7 @@ async def dial(sandbox: sandboxes.Sandbox, port: int, timeout_s: float) -> Tunne
             hint="close some; each HTTP request through a port is one while it lasts",
         )
     async with sandbox.use() as machine:
+        _refuse_own(sandbox, port)
         try:
             async with asyncio.timeout(timeout_s):
                 fd = await machine.connect(port)
@@ -40,7 +42,23 @@ async def dial(sandbox: sandboxes.Sandbox, port: int, timeout_s: float) -> Tunne
                 hint="it is there, but busy or stuck",
                 port=port,
             ) from None
-    return Tunnel(fd, sandbox)
+    tunnel = Tunnel(fd, sandbox)
+    try:
+        _refuse_own(sandbox, port)  # it may have been given a network meanwhile
+    except errors.ClocheError:
+        await tunnel.aclose()
+        raise
+    return tunnel
+
+
+def _refuse_own(sandbox: sandboxes.Sandbox, port: int) -> None:
+    if port in sandbox.own_ports:
+        raise errors.error(
+            "port_closed",
+            f"port {port} inside is the entrance to the sandbox's own network, and is for what runs inside",
+            hint="let the server inside listen on another port",
+            port=port,
+        )
 
 
 class Tunnel(interfaces.Tunnel):
