@@ -1,7 +1,9 @@
 """What the audit log of a server says: who did it, by key and tenant, and whom it turned away."""
 
 import json
+import os
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -103,3 +105,33 @@ def test_strangers_cannot_fill_the_log(own):
     assert conftest.stop(own) == 0
     last = lines(own, "--actor", "stranger")[-1]
     assert (last["data"]["operation"], last["data"]["message"][:8]) == ("many", "50 more ")
+
+
+def test_a_token_for_a_sandbox_that_never_was_is_on_record(own):
+    headers = {"E2b-Sandbox-Id": "x" * 20, "E2b-Sandbox-Port": "49983", "X-Access-Token": "ffff"}
+    with httpx.Client(base_url=own.url, trust_env=False) as stranger:
+        assert stranger.get("/files", params={"path": "a"}, headers=headers).status_code in (404, 502)
+    told = [(line["actor"], line["data"]["code"]) for line in lines(own, "--kind", "refused")]
+    assert told == [("stranger", "sandbox_not_found")]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_at_the_socket_is_refused_by_what_the_kernel_says_and_is_on_record(own):
+    """Permissions keep others away from the socket; where they are loosened, the peer's credentials still do."""
+    for path in (own.home, own.home / "s"):
+        path.chmod(0o755)
+    (own.home / "s/cloche.sock").chmod(0o666)
+    program = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(40);"
+        "data = b'\\0' * 0\nwhile part := s.recv(65536): data += part\nsys.stdout.buffer.write(data)"
+    )
+    ran = subprocess.run(
+        ["/usr/bin/python3", "-c", program.replace("\\n", "\n"), str(own.home / "s/cloche.sock")],
+        capture_output=True, user=65534, group=65534, extra_groups=[], timeout=50,
+    )  # fmt: skip
+    assert b"peer_refused" in ran.stdout, ran.stderr
+    assert [(line["actor"], line["data"]["code"]) for line in lines(own, "--kind", "refused")] == [
+        ("uid:65534", "peer_refused")
+    ]
+    assert own.cloche("list").returncode == 0

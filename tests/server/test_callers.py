@@ -163,6 +163,49 @@ except Exception as problem:
         assert client.stdout.read().split() == ["key_refused"]
 
 
+def test_a_stream_does_not_outlive_its_key(house):
+    secret = house.cloche("key", "create", "listening").stdout.strip()
+    with house.client() as owner:
+        box = owner.post("/v1/sandboxes", json={}).raise_for_status().json()["id"]
+        command = {"command": "while echo tick; do sleep 0.2; done"}
+        started = owner.post(f"/v1/sandboxes/{box}/executions", json=command).raise_for_status().json()["id"]
+        path = f"/v1/sandboxes/{box}/executions/{started}/stream"
+        with house.client(secret) as client, client.stream("GET", path) as stream:
+            lines = stream.iter_lines()
+            assert any("tick" in line for line in lines)
+            assert house.cloche("key", "revoke", "listening").returncode == 0
+            rest = list(lines)
+        assert "event: error" in rest
+        assert any("key_refused" in line for line in rest)
+        running = owner.get(f"/v1/sandboxes/{box}/executions").json()["executions"]
+        assert [one["running"] for one in running] == [True], "the execution is the sandbox's, and goes on"
+        owner.delete(f"/v1/sandboxes/{box}")
+
+
+def test_a_stream_on_a_connection_does_not_outlive_its_key(house):
+    secret = house.cloche("key", "create", "following").stdout.strip()
+    program = """
+import sys
+box = Sandbox()
+try:
+    for event in box.exec_stream("while echo tick; do sleep 0.2; done"):
+        print("tick", flush=True)
+except Exception as problem:
+    print(problem.code, flush=True)
+"""
+    environment = {
+        "PATH": os.environ["PATH"], "HOME": str(house.home), "CLOCHE_HOME": str(house.home / "far"), "CLOCHE_URL": house.url,
+        "CLOCHE_API_KEY": secret,
+    }  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", PROGRAM + program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as client:  # fmt: skip
+        assert client.stdout is not None
+        assert client.stdout.readline() == "tick\n"
+        assert house.cloche("key", "revoke", "following").returncode == 0
+        assert client.stdout.read().split()[-1] == "key_refused"
+
+
 # ── by which name, from which page ─────────────────────────────────────────────────────────────────
 
 EVIL = [

@@ -163,10 +163,12 @@ class Connection:
         *,
         keeper: Keeper | None = None,
         before_each: Callable[[], None] = lambda: None,
+        while_streaming: Callable[[], None] = lambda: None,
         observe: Observe | None = None,
     ) -> None:
-        """`before_each` call: whether this client may still call; raises if not."""
+        """`before_each` call, and beside what one sends: whether this client may still have it; raises if not."""
         self._before_each = before_each
+        self._while_streaming = while_streaming
         self._observe = observe
         self._backend = backend
         self._writer = writer
@@ -279,6 +281,7 @@ class Connection:
             return
         if method.streams:
             async for item in answer:
+                self._while_streaming()
                 self.send(framing.ITEM, channel, item)
                 await self._writer.drain()
             self.send(framing.END, channel, None)
@@ -325,6 +328,7 @@ class Connection:
             async for event in self._backend.attach(
                 sandbox, execution, arguments.after, lossless=not arguments.capture
             ):
+                self._while_streaming()
                 await self._forward(channel, arguments, event)
                 if isinstance(event, model.Exited):
                     await self._conclude(channel, arguments, sandbox, event.result)

@@ -207,11 +207,11 @@ class Face:
         held = self._state.known(sandbox)
         names = ("e2b-traffic-access-token", "x-access-token")
         shown = [token for name in names if (token := headers.get(name))]
+        what = f"e2b port {port}"
         if held is None and shown and "x-api-key" not in headers:
-            raise errors.error("sandbox_not_found", f"there is no sandbox {sandbox[:50]!r}")
+            raise self._entrance.refused(what, _missing(sandbox))
         if held is None:
             return None
-        what = f"e2b port {port}"
         for token in shown:
             key = self._state.holder(sandbox, token, ("access", "traffic"))
             if key is not None:
@@ -259,7 +259,7 @@ class Face:
                 return sandbox, self._entrance.again(headers, key, what)
         if any(token for token, _ in shown) and "x-api-key" not in headers:
             if self._state.known(sandbox) is None:
-                raise errors.error("sandbox_not_found", f"there is no sandbox {sandbox[:50]!r}")
+                raise self._entrance.refused(what, _missing(sandbox))
             words = "the access token is not this sandbox's"
             raise self._entrance.refused(what, errors.error("key_refused", words))
         return sandbox, self._entrance.enter(headers, what)[1]
@@ -317,6 +317,10 @@ def _path(request: Request) -> str:
     """Not `request.url.path`, which first makes a whole address of it."""
     path: str = request.scope["path"]
     return path
+
+
+def _missing(sandbox: str) -> errors.ClocheError:
+    return errors.error("sandbox_not_found", f"there is no sandbox {sandbox[:50]!r}")
 
 
 def _routed(headers: Headers) -> bool:

@@ -32,6 +32,7 @@ from cloche.server.refusals import record_refusal
 
 log = logging.getLogger("cloche.http")
 _HEARTBEAT_S = 15.0
+_LOOK_S = 5.0
 _MOST_CALLERS = 10_000
 _PROBE = Principal("-", "", frozenset())
 
@@ -214,15 +215,27 @@ class Answers:
         """The same for a caller who showed a token that a face gave out for a key: what that key may do now."""
         return guard(self._backend, self._enter(headers, what, lambda: self._doors.holder(key)))
 
-    def open(self, headers: Headers, what: str) -> tuple[interfaces.Backend, Callable[[], None]]:
-        """For a connection that carries many calls: the backend, and what to ask before each of them. A connection does not outlive
-        its key."""
+    def open(self, headers: Headers, what: str) -> tuple[interfaces.Backend, Callable[[], None], Standing]:
+        """For a connection that carries many calls: the backend, what to ask before each of them, and what to ask while one of them
+        streams. A connection does not outlive its key."""
         principal = self._enter(headers, what, lambda: self._doors.principal(headers), rate=False)
 
         def each() -> None:
             self._enter(headers, what, lambda: self._doors.principal(headers))
 
-        return guard(self._backend, principal), each
+        def still() -> None:
+            self._enter(headers, what, lambda: self._doors.principal(headers), rate=False)
+
+        return guard(self._backend, principal), each, Standing(still)
+
+    def _standing(self, what: str, call: Call) -> Standing:
+        headers = call.request.headers
+
+        def still() -> None:
+            if call.principal is not _PROBE:
+                self._enter(headers, what, lambda: self._doors.principal(headers), rate=False)
+
+        return Standing(still)
 
     def admit(self, headers: Headers, scope: operations.Scope, *, operator: bool = False) -> None:
         """For what is no operation of the table."""
@@ -324,7 +337,8 @@ class Answers:
         if isinstance(result, Response):
             return result
         if isinstance(result, operations.Stream):
-            return EventStream(result.events, self._leaving, endless=result.endless)
+            standing = self._standing(operation.name, call)
+            return EventStream(result.events, standing, self._leaving, endless=result.endless)
         if result is None:
             return Response(status_code=operation.status)
         if isinstance(result, bytes):
@@ -424,6 +438,21 @@ class Pieces(Response):
         await send(message)
 
 
+class Standing:
+    """Whether who opened a stream may still have it: asked beside what is sent, once in a while. A stream does not outlive its key."""
+
+    def __init__(self, still: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._still = still
+        self._clock = clock
+        self._looked_at = clock()
+
+    def look(self) -> None:
+        """Raises once it may not."""
+        if self._clock() - self._looked_at >= _LOOK_S:
+            self._looked_at = self._clock()
+            self._still()
+
+
 class EventStream(Response):
     """Server-sent events, each flushed as it happens: the next is asked for when the socket has room (`connections` cuts who takes
     nothing for too long)."""
@@ -431,11 +460,17 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[operations.Event], leaving: Leaving, *, endless: bool = False
+        self,
+        events: AsyncIterator[operations.Event],
+        standing: Standing,
+        leaving: Leaving,
+        *,
+        endless: bool = False,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._standing = standing
         self._leaving = leaving
         self._endless = endless
 
@@ -459,6 +494,7 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         try:
             async for event in _with_heartbeat(self._events):
+                self._standing.look()
                 await self._send(send, _frame(event))
         except errors.ClocheError as problem:
             await self._send(send, _frame(operations.Event("error", problem.to_dict())))

@@ -31,7 +31,7 @@ async def connect(
 ) -> None:
     """Serve one client until it leaves."""
     try:
-        backend, each = entrance.open(websocket.headers, "connect")
+        backend, each, standing = entrance.open(websocket.headers, "connect")
     except errors.ClocheError as problem:
         await websocket.accept()
         status = errors.TABLE[problem.code].http
@@ -42,7 +42,7 @@ async def connect(
     await websocket.accept()
     writer = Writer(websocket)
     serving = keeper.Connection(
-        backend, cast(asyncio.StreamWriter, writer), config.defaults, before_each=each,
+        backend, cast(asyncio.StreamWriter, writer), config.defaults, before_each=each, while_streaming=standing.look,
         observe=lambda call, code: observe(f"websocket {call}", code),
     )  # fmt: skip
     drained = asyncio.ensure_future(_drain(serving, leaving)) if leaving is not None else None
