@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import resource
+import shlex
 import socket
 import sys
 from contextlib import suppress
@@ -181,13 +182,17 @@ def _greet(url: str, path: str, key_file: str, *, as_json: bool) -> None:
         print(msgspec.json.encode({"url": url, "socket": path, "key_file": key_file}).decode(), flush=True)
         return
     shown = key_file if os.path.exists(key_file) else "the key that you made with `cloche key create`"
+    key = f'"$(cat {shlex.quote(key_file)})"'
+    bearer = f'-H "Authorization: Bearer $(cat {shlex.quote(key_file)})"'
+    loop = "for i in 1 2 3; do echo $i; sleep 0.3; done"
     print(
         f"serving on {url} and {path}\n"
         f"the key is in {shown}\n\n"
         f"try:\n"
-        f'  curl -s {url}/run -H "Authorization: Bearer $(cat {key_file})" --json \'{{"command": "uname -a"}}\'\n'
-        f'  curl -sN {url}/run/stream -H "Authorization: Bearer $(cat {key_file})" --json \'{{"command": "make test"}}\'\n'
-        f'  E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY="$(sed s/^cl_/e2b_/ {key_file})" python your_program.py',
+        f'  curl -s {url}/run {bearer} --json \'{{"command": "uname -a"}}\'\n'
+        f'  curl -sN {url}/run/stream {bearer} --json \'{{"command": "{loop}"}}\'\n'
+        f"  CLOCHE_URL={url} CLOCHE_API_KEY={key} cloche run -- echo hello from a sandbox\n\n"
+        f"programs that use E2B: E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY=e2b_…, the key's digits after cl_",
         flush=True,
     )
 
