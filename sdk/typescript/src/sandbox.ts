@@ -294,9 +294,16 @@ export class Sandbox implements AsyncDisposable {
     };
   }
 
+  /** The request itself is not aborted: then a command could run that nobody knows. It is short, and what it started is ended. */
   async #start(json: Record<string, unknown>, signal: AbortSignal | undefined): Promise<Process> {
-    const answer = await this.#connection.call("POST", executions(this.id), { json, signal, repeatable: true });
-    return new Process(this.#connection, this.id, read<ExecutionInfo>("ExecutionInfo", answer));
+    signal?.throwIfAborted();
+    const answer = await this.#connection.call("POST", executions(this.id), { json, repeatable: true });
+    const process = new Process(this.#connection, this.id, read<ExecutionInfo>("ExecutionInfo", answer));
+    if (signal?.aborted) {
+      await process.kill().catch(() => undefined);
+      throw signal.reason;
+    }
+    return process;
   }
 
   /**

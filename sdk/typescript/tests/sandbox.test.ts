@@ -11,6 +11,7 @@ import { setTimeout as sleep } from "node:timers/promises";
 import { promisify } from "node:util";
 
 import { ClocheError, events, followEvents, NotFound, PolicyRefused, Pool, run, runStream, Sandbox, SandboxLost, Template } from "../src/index.js";
+import type { Process } from "../src/index.js";
 import { Between } from "./between.js";
 
 const url = process.env["CLOCHE_URL"] ?? "";
@@ -63,13 +64,27 @@ test("an aborted exec ends the command and all it started", PATIENCE, async () =
   assert.equal((await box.exec("pgrep -c sleep")).stdout, "0\n");
 });
 
+test("an abort while a command is being started leaves none", PATIENCE, async () => {
+  const reason = new Error("enough");
+  for (let round = 0; round < 10; round += 1) {
+    const controller = new AbortController();
+    const work = [box.exec("sleep 600", { signal: controller.signal }), box.start("sleep 600", { signal: controller.signal })];
+    setTimeout(() => controller.abort(reason), round);
+    for (const one of await Promise.allSettled(work)) {
+      if (one.status === "rejected") assert.equal(one.reason, reason);
+      else await (one.value as Process).kill();
+    }
+  }
+  await until(async () => !(await box.processes.list()).some((one) => one.running));
+});
+
 test("a signal that is not used changes nothing", PATIENCE, async () => {
   const result = await box.exec(["cat"], { stdin: "in", signal: new AbortController().signal });
   assert.deepEqual([result.exitCode, result.stdout], [0, "in"]);
 });
 
 test("a slow command goes on in the background", PATIENCE, async () => {
-  const result = await box.exec("echo first; read -t 600 < /dev/zero; sleep 600", { backgroundAfterS: 1.5 });
+  const result = await box.exec("echo first; read -t 600 < /dev/zero; sleep 600", { backgroundAfterS: 4 });
   assert.deepEqual([result.exitCode, result.ok, result.stdout, result.isolation.level], [null, false, "first\n", "namespaces"]);
   assert.ok(result.process !== null);
   const process = await box.processes.get(result.process);
