@@ -58,7 +58,7 @@ export {
 } from "./errors.js";
 export { Files, type FileOptions, type ReadOptions } from "./files.js";
 export { Image, type MakeOptions } from "./images.js";
-export { events, followEvents, type EventOptions, type JournalEvent } from "./journal.js";
+export { audit, events, followEvents, type AuditLine, type AuditOptions, type EventOptions, type JournalEvent } from "./journal.js";
 export { Pool, putTemplate, Template, type ClaimOptions, type PoolOptions, type TemplateFields } from "./pools.js";
 export { Forward } from "./ports.js";
 export { Process, Processes, type CommandOptions, type ExecOptions, type ExecStreamOptions, type StartOptions } from "./processes.js";

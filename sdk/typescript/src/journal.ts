@@ -1,6 +1,7 @@
-/** What happened: the server's journal, as a list and as it grows. */
+/** What happened: the server's journal, as a list and as it grows; and its audit log. */
 
 import { connect, type CallOptions, type Connection } from "./connection.js";
+import type { Line } from "./generated.js";
 import type { ServerOptions } from "./stays.js";
 
 /** One line of the journal, in the words of docs/reference: its number, its kind, and what belongs to the kind. */
@@ -31,4 +32,25 @@ export async function* followEvents(options: EventOptions & ServerOptions = {}):
   const { after, sandbox, signal } = options;
   const stream = await connect(options).events("GET", "/v1/events/stream", { query: { after, sandbox }, signal, resume: true });
   for await (const { data } of stream) yield JSON.parse(data) as JournalEvent;
+}
+
+/** A line of the audit log. */
+export type AuditLine = Line;
+
+export interface AuditOptions {
+  /** Unix time. */
+  since?: number;
+  until?: number;
+  sandbox?: string;
+  /** One kind of event, or several. */
+  kind?: string | readonly string[];
+  actor?: string;
+  outcome?: string;
+}
+
+/** Who did what, oldest first; the key needs the scope `audit`. */
+export function audit(options: AuditOptions & ServerOptions = {}): Promise<AuditLine[]> {
+  const { since, until, sandbox, kind, actor, outcome, signal } = options;
+  const query = { since, until, sandbox, kind: typeof kind === "string" ? kind : kind?.join(","), actor, outcome };
+  return connect(options).list("/v1/audit", "Lines", "lines", { query, signal });
 }

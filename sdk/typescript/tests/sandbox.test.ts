@@ -10,7 +10,7 @@ import { after, before, test } from "node:test";
 import { setTimeout as sleep } from "node:timers/promises";
 import { promisify } from "node:util";
 
-import { ClocheError, events, followEvents, NotFound, PolicyRefused, Pool, run, runStream, Sandbox, SandboxLost, Template } from "../src/index.js";
+import { audit, ClocheError, events, followEvents, NotFound, PolicyRefused, Pool, run, runStream, Sandbox, SandboxLost, Template } from "../src/index.js";
 import type { Process } from "../src/index.js";
 import { Between } from "./between.js";
 
@@ -296,6 +296,14 @@ test("the journal, as a list and as it grows", PATIENCE, async () => {
   await following;
   assert.equal(new Set(kinds).size, kinds.length);
   assert.deepEqual(kinds, (await events({ after: before })).slice(0, 6).map((event) => `${event.seq}`));
+});
+
+test("the audit log, in pages and by what is asked for", PATIENCE, async () => {
+  await assert.rejects(audit({ kind: "nonsense" }), (problem) => problem instanceof ClocheError && problem.code === "argument_invalid");
+  await using made = await Sandbox.create();
+  const lines = await audit({ sandbox: made.id, kind: ["created", "deleted"] });
+  assert.deepEqual(lines.map((line) => [line.kind, line.sandbox]), [["created", made.id]]);
+  assert.match(lines[0]?.actor ?? "", /./);
 });
 
 test("a pool: waiting for it, claiming, and its end", PATIENCE, async () => {
