@@ -125,6 +125,10 @@ def test_e2b_s_data_plane_works_for_who_came_with_a_token(house):
             "/files", params={"path": "/etc/hostname"}, headers={**routed, "X-Access-Token": "no"}
         )
         assert wrong.status_code == 401
+        with house.client(
+            token(tenant="blue")
+        ) as elsewhere:  # the same person in another tenant is somebody else
+            assert elsewhere.get("/v1/sandboxes").json()["sandboxes"] == []
         right = client.get(
             "/files",
             params={"path": "/etc/hostname"},

@@ -406,5 +406,7 @@ def test_it_does_not_outlive_the_key_that_made_it(made, known, clock):
 
 
 def test_who_has_no_key_made_it_too(made):
-    assert made.check(issue(made, issuer="jwt:a@example.org@red", tenant="red")).payer == "jwt:a@example.org"
+    assert (
+        made.check(issue(made, issuer="jwt:a@example.org@red", tenant="red")).payer == "jwt:a@example.org@red"
+    )
     assert made.check(issue(made, issuer="uid:0")).scopes == {"exec", "files"}

@@ -78,6 +78,16 @@ class Principal(NamedTuple):
         who = self.name if ":" in self.name else f"key:{self.name}"
         return f"{who}@{self.tenant}" if self.tenant else who
 
+    @property
+    def known_as(self) -> str:
+        """What tells this caller from all others: who has no key may go by one name in several tenants."""
+        return self.actor if ":" in self.name else self.name
+
+    @property
+    def account(self) -> str:
+        """Whose rate its requests count for."""
+        return self.payer or self.known_as
+
     def may(self, scope: str) -> bool:
         return "*" in self.scopes or scope in self.scopes
 

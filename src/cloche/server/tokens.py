@@ -67,7 +67,7 @@ class AccessTokens:
             raise errors.error("token_expired", "the token's time is over", hint="get a new one")
         return Principal(
             f"token:{claims.id}", claims.tenant, frozenset(scopes), expires_at=claims.expires_at,
-            sandbox=claims.sandbox, payer=_name(claims),
+            sandbox=claims.sandbox, payer=_account(claims),
         )  # fmt: skip
 
     def _verified(self, token: str) -> Claims:
@@ -86,7 +86,7 @@ class AccessTokens:
         if not claims.issuer.startswith("key:"):
             return set(claims.scopes)
         try:
-            key = self._known.named(_name(claims))
+            key = self._known.named(_account(claims))
         except errors.ClocheError:
             raise jwt.refused("the key that made it is revoked or over") from None
         if key.created_at > claims.made_at or key.tenant not in ("", claims.tenant):
@@ -94,9 +94,11 @@ class AccessTokens:
         return set(claims.scopes) if "*" in key.scopes else set(key.scopes)
 
 
-def _name(claims: Claims) -> str:
-    """Its issuer as doors name callers: `ci`, `jwt:alice`."""
-    return claims.issuer.removesuffix(f"@{claims.tenant}").removeprefix("key:")
+def _account(claims: Claims) -> str:
+    """Its issuer as doors know callers: a key by its name, others as they are."""
+    if not claims.issuer.startswith("key:"):
+        return claims.issuer
+    return claims.issuer.removeprefix("key:").partition("@")[0]
 
 
 def _sign(key: bytes, data: bytes) -> bytes:

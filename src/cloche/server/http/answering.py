@@ -93,7 +93,7 @@ class Answers:
                     entry.caller = principal.name
                     if principal.sandbox is None or operation.name != "get_sandbox":
                         principal.require(operation.scope)
-                    self._rates.take(principal.payer or principal.name)
+                    self._rates.take(principal.account)
                     backend = guard(self._backend, principal)
                 call = Call(backend, principal, self._config.defaults, request, request_id)
                 response = await self._answer(operation, call)
@@ -134,7 +134,7 @@ class Answers:
                 self._doors.check_origin(request.headers)
                 principal = self._doors.principal(request.headers)
                 entry.caller = principal.name
-                self._rates.take(principal.payer or principal.name)
+                self._rates.take(principal.account)
             except errors.ClocheError as problem:
                 self._turned_down(name, principal, problem)
                 await failure(problem, entry.request_id)(scope, receive, observed)
@@ -171,7 +171,7 @@ class Answers:
     def enter(self, headers: Headers, what: str, own: str | None = None) -> tuple[str, interfaces.Backend]:
         """For other faces: the caller's key by name, and the backend as that caller may use it. `own`: an origin whose pages may."""
         principal = self._enter(headers, what, lambda: self._doors.principal(headers), own=own)
-        return principal.name, guard(self._backend, principal)
+        return principal.known_as, guard(self._backend, principal)
 
     def enter_as(
         self, headers: Headers, principal: Principal, what: str, own: str | None = None
@@ -272,7 +272,7 @@ class Answers:
             principal = who()
             entry.caller = principal.name
             if rate:
-                self._rates.take(principal.payer or principal.name)
+                self._rates.take(principal.account)
         except errors.ClocheError as problem:
             self._turned_down(what, principal, problem)
             raise

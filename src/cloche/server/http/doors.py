@@ -108,8 +108,8 @@ class Doors:
 
     def _remembered(self, guest: Principal) -> Principal:
         """So that `holder` knows who has no key."""
-        self._guests[guest.name] = guest
-        self._guests.move_to_end(guest.name)
+        self._guests[guest.known_as] = guest
+        self._guests.move_to_end(guest.known_as)
         while len(self._guests) > _MOST_GUESTS:
             self._guests.popitem(last=False)
         return guest
