@@ -15,6 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from cloche import errors
+from cloche.server import keys
 from cloche.server.http import links
 from tests.server import conftest
 
@@ -174,10 +175,12 @@ def test_a_dead_sandbox_a_closed_port_and_no_sandbox_are_three_errors(inside, se
 def test_a_forged_expired_or_foreign_link_is_refused(inside, served, tmp_path, http, box):
     token = inside.token(ttl_s=60)
     assert inside.by_name(params={"cloche_link": token}).status_code == 200
-    expires, _, mac = token.partition(".")
+    expires, made, issuer, mac = token.split(".")
+    other = links.Links(str(tmp_path), "http://x", keys.Keys(str(tmp_path)))
     forged = [
-        f"{int(expires) + 1}.{mac}", f"{expires}.{'A' * len(mac)}", f"{expires}.", "x.y", "", "0." + mac, f"{expires}.{mac}x",
-        f"{'9' * 400}.{mac}", "Ω", links.Links(str(tmp_path), "http://x").make(inside.sandbox, inside.port, 60).url.rpartition("=")[2],
+        f"{int(expires) + 1}.{made}.{issuer}.{mac}", f"{expires}.{made}.{issuer}.{'A' * len(mac)}", f"{expires}.{made}.dWlkOjA.{mac}",
+        f"{expires}.{made}.{issuer}.", f"{made}.{issuer}.{mac}", "x.y", "", "...", f"{token}x", f"{'9' * 3000}.{token}", "Ω",
+        other.make(inside.sandbox, inside.port, 60, "uid:0").url.rpartition("=")[2],
     ]  # fmt: skip
     for word in forged:
         refused(inside.by_name(params={"cloche_link": word}), "link_refused")
@@ -187,8 +190,9 @@ def test_a_forged_expired_or_foreign_link_is_refused(inside, served, tmp_path, h
         "link_refused",
     )
     refused(Port(served, http, box, inside.port).by_name(params={"cloche_link": token}), "link_refused")
-    past = links.Links(str(served.home / "s"), "http://x", now=lambda: time.time() - 100)
-    old = past.make(inside.sandbox, inside.port, 60).url.rpartition("=")[2]
+    state = str(served.home / "s")
+    past = links.Links(state, "http://x", keys.Keys(state), now=lambda: time.time() - 100)
+    old = past.make(inside.sandbox, inside.port, 60, "uid:0").url.rpartition("=")[2]
     response = inside.by_name(params={"cloche_link": old})
     refused(response, "link_refused")
     assert "expired" in response.json()["error"]["message"]
@@ -200,6 +204,19 @@ def test_a_forged_expired_or_foreign_link_is_refused(inside, served, tmp_path, h
         .json()["path"]
         == "/v1/sandboxes"
     )
+
+
+def test_a_link_ends_with_the_key_that_made_it(inside, served):
+    key = served.cloche("key", "create", "linker", "--scope", "ports").stdout.strip()
+    with served.client(key) as linker:
+        made = linker.post(inside.path + "/link", json={}).raise_for_status().json()["url"]
+    token = {"cloche_link": made.rpartition("=")[2]}
+    assert inside.by_name(params=token).status_code == 200
+    assert served.cloche("key", "revoke", "linker").returncode == 0
+    refused(inside.by_name(params=token), "link_refused")
+    again = served.cloche("key", "create", "linker", "--scope", "ports")
+    assert again.returncode == 0
+    refused(inside.by_name(params=token), "link_refused")  # another key of that name did not make it
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, 8 * 24 * 3600, 1e300])

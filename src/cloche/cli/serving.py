@@ -121,7 +121,7 @@ async def _serve(config: settings.Settings, path: str, lock: int, *, as_json: bo
     )  # fmt: skip
     scheme = "http" if certificate is None else "https"
     base = links.base_url(config.server.domain, listener.getsockname()[1], scheme=scheme)
-    signed = links.Links(config.home, base)
+    signed = links.Links(config.home, base, known)
     engine.make_link = signed.make
     app = serving.make_app(
         engine,

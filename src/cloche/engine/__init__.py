@@ -129,9 +129,9 @@ class Engine(interfaces.Backend):
         # What is made ahead of need is made by few at a time: more would be done no sooner, and claims would wait for it.
         self._forge = asyncio.Semaphore(_MOST_AHEAD)
         self._stocked: stocking.Stock | None = None
-        self.make_link: Callable[[str, int, float], model.LinkInfo] | None = None
+        self.make_link: Callable[[str, int, float, str], model.LinkInfo] | None = None
+        """Makes preview links (sandbox, port, seconds, by whom); whoever serves them sets it."""
         self.make_token: Callable[[str, str, tuple[str, ...], float, str], model.AccessToken] | None = None
-        """Makes preview links (sandbox, port, seconds); whoever serves them sets it."""
         self._background: set[asyncio.Task[Any]] = set()
         self._swept = False
         self._closed = False
@@ -1367,7 +1367,7 @@ class Engine(interfaces.Backend):
                 "preview links are served by `cloche serve`, and this is none",
                 hint="start one and set CLOCHE_URL, or use box.forward(port), or `cloche forward`",
             )
-        made = self.make_link(found.id, port, ttl_s)
+        made = self.make_link(found.id, port, ttl_s, self._actor)
         self.record(self.administered("link_made", f"{found.id}:{port}", f"for {ttl_s:g} s"))
         return made
 

@@ -1,10 +1,10 @@
 """Preview links: who has one reaches one port of one sandbox, without a key, until it expires.
 
-    http://8000-<sandbox>.localhost:7777/?cloche_link=<expiry>.<mac>
+    http://8000-<sandbox>.localhost:7777/?cloche_link=<expiry>.<made at>.<by whom>.<mac>
 
-The mac is HMAC-SHA256 of sandbox, port and expiry with a key that is kept in `$CLOCHE_HOME/keys/links.key` (0600). Nothing else is kept, so
-a link cannot be taken back by itself: it ends with its time, with its sandbox, and all of them with the key's file. Its life is therefore
-bounded. A browser is given the same token as a cookie of that host name, so that the address it shows has none.
+The mac is HMAC-SHA256 of these, the sandbox and the port with a key that is kept in `$CLOCHE_HOME/keys/links.key` (0600). Nothing else is kept, so
+a link cannot be taken back by itself: it ends with its time, its sandbox, the API key that made it, and all of them with the file. Its life is
+therefore bounded. A browser is given the same token as a cookie of that host name, so that the address it shows has none.
 """
 
 from __future__ import annotations
@@ -14,57 +14,101 @@ import hmac
 import time
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
+from typing import NamedTuple
 
 from cloche import errors, model
 from cloche.server import keys
 
 NAME = "cloche_link"
 LONGEST_S = 7 * 24 * 3600.0
+_MAX = 2048
 
 
 class Links:
-    def __init__(self, home: str, base: str, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, home: str, base: str, known: keys.Keys, now: Callable[[], float] = time.time) -> None:
         """`base`: scheme, domain and port that names of sandboxes are put before, as `http://localhost:7777`."""
         self._signing = keys.SigningKey(home, "links")
         self._scheme, _, self._domain = base.partition("://")
+        self._known = known
         self._now = now
 
-    def make(self, sandbox: str, port: int, ttl_s: float) -> model.LinkInfo:
+    def make(self, sandbox: str, port: int, ttl_s: float, issuer: str) -> model.LinkInfo:
+        """`issuer`: who asks for it, as the journal names callers: `key:ci@red`, `jwt:alice`, `uid:1000`."""
         if not 1 <= ttl_s <= LONGEST_S:
             raise errors.error(
                 "limit_invalid",
                 f"ttl_s is {ttl_s:g}",
-                hint=f"a link lives 1 to {LONGEST_S:.0f} seconds; it cannot be taken back",
+                hint=f"a link lives 1 to {LONGEST_S:.0f} seconds; it cannot be taken back by itself",
                 field="ttl_s",
             )
-        expires = int(self._now() + ttl_s)
-        token = self._token(sandbox, port, expires, make=True)
-        url = f"{self._scheme}://{port}-{sandbox}.{self._domain}/?{NAME}={token}"
-        return model.LinkInfo(url=url, expires_at=expires)
+        now = self._now()
+        expires = int(now + ttl_s)
+        claims = f"{expires}.{int(now * 1000) + 1}.{_encode(issuer.encode())}"
+        token = f"{claims}.{_sign(self._signing.make(), sandbox, port, claims)}"
+        return model.LinkInfo(
+            url=f"{self._scheme}://{port}-{sandbox}.{self._domain}/?{NAME}={token}", expires_at=expires
+        )
 
-    def check(self, token: str, sandbox: str, port: int) -> float:
-        """When it expires; `link_refused` for one that is not ours, not for this port, or over."""
-        expires, _, _ = token.partition(".")
-        known = expires.isascii() and expires.isdecimal() and len(expires) < 16
-        made = self._token(sandbox, port, int(expires) if known else 0)
-        if not hmac.compare_digest(made.encode(), token.encode("utf-8", "replace")):
-            raise errors.error("link_refused", "this link does not lead here", hint="ask for a new one")
+    def check(self, token: str, sandbox: str, port: int) -> Shown:
+        """`link_refused` for one that is not ours, not for this port, over, or of a key that is not there any more."""
+        claims, _, signature = token.rpartition(".")
+        key = self._signing.read()
+        if (
+            key is None
+            or len(token) > _MAX
+            or not hmac.compare_digest(
+                _sign(key, sandbox, port, claims).encode(), signature.encode("utf-8", "replace")
+            )
+        ):
+            raise _refused("this link does not lead here")
+        expires, made_ms, issuer = claims.split(".")
         if int(expires) <= self._now():
-            raise errors.error("link_refused", "this link has expired", hint="ask for a new one")
-        return float(expires)
+            raise _refused("this link has expired")
+        return Shown(token, float(expires), self._payer(_decode(issuer), int(made_ms)))
 
-    def cookie(self, token: str, expires: float, *, secure: bool) -> bytes:
-        left = max(0, int(expires - self._now()))
-        words = f"{NAME}={token}; Path=/; Max-Age={left}; HttpOnly; SameSite=Lax"
+    def _payer(self, issuer: str, made_ms: int) -> str:
+        """Who made it, as doors name callers. A key must still be there, be the same one, and may still reach ports."""
+        who = issuer.partition("@")[0]
+        if not who.startswith("key:"):
+            return who
+        name = who.removeprefix("key:")
+        try:
+            key = self._known.named(name)
+        except errors.ClocheError:
+            raise _refused("the key that made this link is revoked or over") from None
+        if key.created_at * 1000 > made_ms or not {"*", "ports"} & set(key.scopes):
+            raise _refused("the key that made this link was another one of that name, or may no more")
+        return name
+
+    def cookie(self, shown: Shown, *, secure: bool) -> bytes:
+        left = max(0, int(shown.expires_at - self._now()))
+        words = f"{NAME}={shown.token}; Path=/; Max-Age={left}; HttpOnly; SameSite=Lax"
         return (words + "; Secure" if secure else words).encode()
 
-    def _token(self, sandbox: str, port: int, expires: int, *, make: bool = False) -> str:
-        key = self._signing.make() if make else self._signing.read()
-        if key is None:
-            raise errors.error("link_refused", "no link was ever made here", hint="ask for a new one")
-        words = f"cloche preview link\0{sandbox}\0{port}\0{expires}".encode()
-        mac = hmac.digest(key, words, "sha256")
-        return f"{expires}.{base64.urlsafe_b64encode(mac).rstrip(b'=').decode()}"
+
+class Shown(NamedTuple):
+    """A link that is good."""
+
+    token: str
+    expires_at: float
+    payer: str
+
+
+def _refused(why: str) -> errors.ClocheError:
+    return errors.error("link_refused", why, hint="ask for a new one")
+
+
+def _sign(key: bytes, sandbox: str, port: int, claims: str) -> str:
+    words = f"cloche preview link\0{sandbox}\0{port}\0{claims}".encode("utf-8", "replace")
+    return _encode(hmac.digest(key, words, "sha256"))
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _decode(text: str) -> str:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()
 
 
 def of_cookies(header: str) -> list[str]:

@@ -117,9 +117,9 @@ class Ports:
         if token is None and (proxy.bears_ours(headers, self._config) or "x-api-key" in headers):
             backend = self._entrance.enter(headers, f"port {port}", own=own)[1]
         else:
-            backend, expires, token = self._by_link(headers, token, sandbox, port, own)
-            if expires is not None and self._links is not None:
-                cookie = self._links.cookie(token, expires, secure=_web(scope) == "https")
+            backend, shown = self._by_link(headers, token, sandbox, port, own)
+            if token is not None and self._links is not None:
+                cookie = self._links.cookie(shown, secure=_web(scope) == "https")
                 if scope["type"] == "http" and headers.get("sec-fetch-mode") == "navigate":
                     await _clean(scope, receive, send, query, cookie)
                     return
@@ -128,8 +128,8 @@ class Ports:
 
     def _by_link(
         self, headers: Headers, token: str | None, sandbox: str, port: int, own: str
-    ) -> tuple[interfaces.Backend, float | None, str]:
-        """The backend for who has a link; and, where it came as a token, what a cookie is made of."""
+    ) -> tuple[interfaces.Backend, links.Shown]:
+        """The backend for who has a link, and the link."""
         what = f"link to port {port}"
         try:
             shown = [token] if token is not None else links.of_cookies(headers.get("cookie", ""))
@@ -139,13 +139,19 @@ class Ports:
                     "this port of a sandbox needs a key or a preview link",
                     hint="send X-API-Key, or ask for a link: POST /v1/sandboxes/{id}/ports/{port}/link",
                 )
-            expires = _first_valid(self._links, shown, sandbox, port)
+            found = _first_valid(self._links, shown, sandbox, port)
         except errors.ClocheError as problem:
             raise self._entrance.refused(what, problem) from None
-        holder = Principal(f"link:{port}-{sandbox}", "", _ANYONE, sandbox=sandbox, expires_at=expires)
+        holder = Principal(
+            f"link:{port}-{sandbox}",
+            "",
+            _ANYONE,
+            sandbox=sandbox,
+            expires_at=found.expires_at,
+            payer=found.payer,
+        )
         # Who shows the token has it; a cookie is shown by a browser, for whatever page asked it to.
-        backend = self._entrance.enter_as(headers, holder, what, "*" if token is not None else own)
-        return backend, None if token is None else expires, token or ""
+        return self._entrance.enter_as(headers, holder, what, "*" if token is not None else own), found
 
     # ── the raw tunnel ──────────────────────────────────────────────────────────────────────────
 
@@ -225,7 +231,7 @@ def _of_the_api(scope: Scope, below: str | None) -> bool:
     return below == "/link" and scope["type"] == "http" and scope["method"] == "POST"
 
 
-def _first_valid(signed: links.Links, tokens: list[str], sandbox: str, port: int) -> float:
+def _first_valid(signed: links.Links, tokens: list[str], sandbox: str, port: int) -> links.Shown:
     refusal: errors.ClocheError | None = None
     for token in tokens[:10]:
         try:
