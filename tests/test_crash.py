@@ -40,6 +40,7 @@ ELSEWHERE = {
     "linux": "primitives; whoever calls them answers",
     "mcp/clients.py": "the user's own files on the host, replaced whole",
     "secrets/vault.py": "one file, replaced whole: tests/secrets",
+    "server/http/answers.py": "lines that are appended, a cut one is skipped; replaced whole: tests/server/test_leaving.py",
     "server/keys.py": "one file, replaced whole: tests/server",
     "settings.py": "one file, replaced whole",
     "testing": "for tests",

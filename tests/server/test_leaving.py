@@ -4,15 +4,18 @@ import json
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as open_websocket
 
 from cloche import framing, rpc
+from cloche.server.http import answers
 from tests.server import conftest
 from tests.server.conftest import PATIENCE_S, Served
 from tests.server.test_faults import dial, head, to_the_end, until
@@ -182,3 +185,77 @@ def test_calls_in_frames_finish_or_are_told(tmp_path):
     assert local.returncode == 125
     assert "server_stopping" in told or "told to stop" in told
     ended(made)
+
+
+# ── killed ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_server_that_is_killed_under_load_and_the_one_after_it(tmp_path):
+    """What died with it is `sandbox_lost`, what was archived is there, keys hold, and nothing is left behind."""
+    first = conftest.serve(tmp_path)
+    done: dict = {}
+    key = {"Idempotency-Key": "once"}
+    with first.client() as client:
+        live, resting = (client.post("/v1/sandboxes", json={"labels": {"n": n}}).json()["id"] for n in "ab")
+        client.put(f"/v1/sandboxes/{resting}/files", params={"path": "kept"}, content=b"still here")
+        assert client.post(f"/v1/sandboxes/{resting}/suspend", params={"mode": "archive"}).status_code == 200
+        created = client.post("/v1/sandboxes", json={}, headers=key)
+        body = {"command": "echo begun > began; sleep 1000"}
+        threads = [
+            ask(first, done, f"exec{n}", "POST", f"/v1/sandboxes/{live}/exec", **body) for n in range(3)
+        ]
+        threads.append(ask(first, done, "run", "POST", "/run", command="sleep 1000"))
+        until(lambda: has_begun(client, live))
+        until(lambda: len(client.get("/v1/sandboxes").json()["sandboxes"]) == 4)
+        with client.stream("POST", "/run/stream", json={"command": "echo here; sleep 1000"}) as response:
+            coming = events(response)
+            assert [next(coming)[0], next(coming)[0]] == ["start", "stdout"]
+            first.process.kill()
+            with pytest.raises(httpx.HTTPError):
+                list(coming)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert all(isinstance(answer, httpx.HTTPError) for answer in done.values()), done
+    assert first.process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert first.process.stdout is not None
+    first.process.stdout.close()
+
+    second = conftest.serve(tmp_path)
+    try:
+        with second.client(first.key) as client:
+            for gone in (live, created.json()["id"]):
+                answer = client.post(f"/v1/sandboxes/{gone}/exec", json={"command": "true"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (410, "sandbox_lost"), (
+                    answer.text
+                )
+            assert [box["id"] for box in client.get("/v1/sandboxes").json()["sandboxes"]] == [resting]
+            assert client.get(f"/v1/sandboxes/{resting}/files", params={"path": "kept"}).text == "still here"
+            again = client.post("/v1/sandboxes", json={}, headers=key)
+            assert (again.status_code, again.content) == (created.status_code, created.content)
+            other = client.post("/v1/sandboxes", json={"name": "x"}, headers=key)
+            assert other.json()["error"]["code"] == "name_conflict"
+            assert client.delete(f"/v1/sandboxes/{resting}").status_code == 204
+            assert client.post("/run", json={"command": "echo new"}).json()["stdout"] == "new\n"
+        kept = Path(second.environment["CLOCHE_HOME"]) / "answers.jsonl"
+        assert kept.stat().st_mode & 0o077 == 0
+        sandboxes = Path(second.environment["CLOCHE_HOME"]) / "sandboxes"
+        until(lambda: not sandboxes.exists() or not any(sandboxes.iterdir()))
+    finally:
+        assert conftest.stop(second) == 0
+
+
+def test_a_line_that_was_cut_short_is_skipped(tmp_path):
+    file = answers.File(str(tmp_path / "a"), 3600)
+    whole = answers.Kept(
+        caller="key:a", key="k", digest="d", time=time.time(), status=201, headers=[], body=b"\xff{}"
+    )
+    old = msgspec.structs.replace(whole, key="old", time=1.0)
+    assert file.read() == []
+    file.append(whole)
+    file.append(old)
+    with (tmp_path / "a").open("ab") as raw:
+        raw.write(msgspec.json.encode(whole)[:30])
+    again = answers.File(str(tmp_path / "a"), 3600)
+    assert again.read() == [whole]
+    again.append(msgspec.structs.replace(whole, key="next"))
+    assert [kept.key for kept in answers.File(str(tmp_path / "a"), 3600).read()] == ["k", "next"]

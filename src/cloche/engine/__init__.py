@@ -1074,7 +1074,14 @@ class Engine(interfaces.Backend):
         return self._stocked
 
     async def host(self) -> None:
-        """Fill the pools that stay: this engine is the one that keeps them."""
+        """Fill the pools that stay: this engine is the one that keeps them. Clients of the one before it come back to ask for what
+        died with it, and are told."""
+        for info in await asyncio.to_thread(self._store.sandboxes):
+            if info.phase == "lost":
+                self._ended[info.id] = info.reason or "its engine has ended"
+        await self._mark_lost()
+        while len(self._ended) > _MOST_LOST:
+            del self._ended[next(iter(self._ended))]
         await asyncio.to_thread(self._store.settle_claims, reaping.owner_lives, self._clock.time())
         await self._stock.load()
 
@@ -1662,8 +1669,16 @@ class Engine(interfaces.Backend):
             + await self._volumes.sweep()
         )
         await asyncio.to_thread(self._store.settle_claims, reaping.owner_lives, self._clock.time())
+        lost = await self._mark_lost()
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.recover)
+        return swept + [info.id for info in lost]
+
+    async def _mark_lost(self) -> builtins.list[model.SandboxInfo]:
+        """What died with its engine is lost from now on, on record and to whoever asks for it."""
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
         for info in lost:
+            self._ended[info.id] = info.reason or "its engine has ended"
             self._journal.audit(
                 events.Lost(
                     sandbox=info.id,
@@ -1673,9 +1688,7 @@ class Engine(interfaces.Backend):
                     owner=info.owner,
                 )
             )
-        if self._audit is not None:
-            await asyncio.to_thread(self._audit.recover)
-        return swept + [info.id for info in lost]
+        return lost
 
     async def audit_lines(
         self, since: float | None = None, until: float | None = None, sandbox: str | None = None,

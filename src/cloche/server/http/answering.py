@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -68,7 +69,7 @@ class Answers:
         self._doors = entrance
         self._config = config
         self._rates = _Rates(config.server.requests_per_s, config.server.burst, clock)
-        self._remembered = remembering.Remembered(clock)
+        self._remembered = remembering.Remembered(clock, os.path.join(config.home, "answers.jsonl"))
 
     def routes(self, table: operations.Table) -> list[Route]:
         return [self._route(made) for made in table.operations.values()]

@@ -6,6 +6,7 @@
 * *The same request.* A key belongs to one caller and one request: operation, address, query and body. Another one with it is refused.
 * *A failure is no answer*: the next attempt is a first one.
 * *Bounded*, by age, number and bytes.
+* *Kept*, in a file if one is given (`answers`), before anybody hears the answer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cloche import errors
+from cloche.server.http import answers
 
 _MOST = 10_000
 _MOST_BYTES = 64 << 20
@@ -29,12 +31,14 @@ _KEPT_S = 24 * 3600.0
 class _Known(NamedTuple):
     digest: str
     since: float
-    answer: asyncio.Task[Response]
+    answer: asyncio.Future[Response]
 
 
 class Remembered:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, path: str | None = None) -> None:
         self._clock = clock
+        self._file = None if path is None else answers.File(path, _KEPT_S)
+        self._read = path is None
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._size = 0
 
@@ -46,6 +50,8 @@ class Remembered:
         wait: Callable[[Awaitable[Response]], Awaitable[Response]],
     ) -> Response:
         """`perform` is done once; every caller waits for it in its own way, and `wait` raises if that caller leaves."""
+        if not self._read:
+            self._recall()
         while True:
             self._forget()
             known = self._known.get(key)
@@ -66,12 +72,15 @@ class Remembered:
 
     def _begin(self, key: tuple[str, str], digest: str, perform: Callable[[], Awaitable[Response]]) -> _Known:
         async def work() -> Response:
-            return await perform()
+            response = await perform()
+            if self._file is not None:
+                self._file.append(_written(key, digest, response))
+            return response
 
         made = _Known(digest, self._clock(), asyncio.get_running_loop().create_task(work()))
         self._known[key] = made
 
-        def ended(task: asyncio.Task[Response]) -> None:
+        def ended(task: asyncio.Future[Response]) -> None:
             if task.cancelled() or task.exception() is not None:
                 if self._known.get(key) is made:
                     del self._known[key]
@@ -80,6 +89,17 @@ class Remembered:
 
         made.answer.add_done_callback(ended)
         return made
+
+    def _recall(self) -> None:
+        """What a server before this one has answered."""
+        self._read = True
+        assert self._file is not None
+        for kept in self._file.read():
+            answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+            answer.set_result(_as_response(kept))
+            since = self._clock() - max(0.0, time.time() - kept.time)
+            self._known[kept.caller, kept.key] = _Known(kept.digest, since, answer)
+            self._size += len(kept.body)
 
     def _forget(self) -> None:
         now = self._clock()
@@ -90,6 +110,20 @@ class Remembered:
             if known.answer.done():
                 del self._known[key]
                 self._size -= len(known.answer.result().body)
+
+
+def _written(key: tuple[str, str], digest: str, response: Response) -> answers.Kept:
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
+    return answers.Kept(
+        caller=key[0], key=key[1], digest=digest, time=time.time(), status=response.status_code, headers=headers,
+        body=bytes(response.body),
+    )  # fmt: skip
+
+
+def _as_response(kept: answers.Kept) -> Response:
+    response = Response(kept.body, kept.status)
+    response.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept.headers]
+    return response
 
 
 def _copy(response: Response) -> Response:
