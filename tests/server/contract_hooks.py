@@ -4,6 +4,7 @@ Half of the cases name what exists, so that they get past "not found". Numbers t
 large ones are refused is tested elsewhere. Loaded by schemathesis itself (`SCHEMATHESIS_HOOKS`), never by pytest.
 """
 
+import copy
 import os
 import zlib
 from collections.abc import MutableMapping
@@ -17,6 +18,17 @@ MOST = {
     "cpus": 1, "pids": 64, "disk_mib": 64, "size_mib": 8, "ttl_s": 60,
 }  # fmt: skip
 FINAL = ("/extend", "/restore")  # these, like DELETE, would take what is there from the others
+
+
+GOOD: dict[str, Any] = {
+    "create_sandbox": {"labels": {"by": "schemathesis"}}, "create_context": {}, "exec_command": {"command": "true"},
+    "start_execution": {"command": "true"}, "run_code": {"code": "6 * 7"}, "take_snapshot": {}, "fork_sandbox": {"count": 1},
+}  # fmt: skip
+"""Bodies that make something: chains of operations begin with one that worked."""
+
+
+def _is_valid(case: Any) -> bool:
+    return case.meta is not None and case.meta.generation.mode is schemathesis.GenerationMode.POSITIVE
 
 
 @schemathesis.serializer("application/x-tar")
@@ -35,6 +47,9 @@ def map_path_parameters(context: Any, path_parameters: dict[str, Any]) -> dict[s
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    name = case.operation.definition.raw.get("operationId")
+    if name in GOOD and _is_valid(case) and zlib.crc32(repr(case.body).encode()) % 2 == 0:
+        case.body = copy.deepcopy(GOOD[name])
     _shrink(case.query)
     _shrink(case.body)
 

@@ -237,6 +237,15 @@ def test_work_with_a_key_goes_on_when_its_client_leaves(served, http, box):
     assert http.post(f"{here}/exec", json=body, headers=headers).json()["stdout"] == "x\n"
 
 
+def test_a_run_with_a_key_still_ends_with_its_request(served, http):
+    before = live(http)
+    headers = {"Idempotency-Key": "a-run"}
+    with served.client() as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.post("/run", json={"command": "sleep 300"}, headers=headers, timeout=1)
+    until(lambda: live(http) <= before)
+    until(lambda: http.post("/run", json={"command": "echo free"}, headers=headers).status_code == 200)
+
+
 # ── streams that refuse before they begin ──────────────────────────────────────────────────────────
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cloche import errors
+from cloche import errors, rpc
 from cloche.cli import serving
 from cloche.server.http import examples, openapi, operations, reference
 from cloche.server.http.routes import TABLE
@@ -97,6 +97,12 @@ def test_every_example_is_of_its_type(made):
         msgspec.convert(answer["value"], made.result)
     for kind in made.events.values():
         msgspec.convert(examples.of(kind), kind)
+
+
+def test_everything_that_the_sdk_can_is_an_operation():
+    sources = "".join(file.read_text() for file in (ROOT / "src/cloche/server/http").rglob("*.py"))
+    used = set(re.findall(r"backend\.(\w+)\(", sources))
+    assert set(rpc.methods()) - used == {"read_file"}  # which is the stream of a file, whole
 
 
 def test_every_reference_leads_somewhere():

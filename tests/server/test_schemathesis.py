@@ -72,7 +72,9 @@ def strict() -> dict[str, Any]:
 def test_every_operation_keeps_its_word(own, here, tmp_path):
     (tmp_path / "openapi.json").write_text(json.dumps(strict()))
     excluded = [word for made in STREAMS for word in ("--exclude-operation-id", made.name)]
-    (tmp_path / "schemathesis.toml").write_text('[phases.coverage]\nunexpected-methods = ["PATCH"]\n')
+    (tmp_path / "schemathesis.toml").write_text(
+        '[phases.coverage]\nunexpected-methods = ["PATCH"]\n[phases.stateful]\ngeneration = { max-examples = 50 }\n'
+    )
     command = [
         sys.executable, "-m", "schemathesis.cli", "--config-file", tmp_path / "schemathesis.toml", "run", tmp_path / "openapi.json", "--url", own.url,
         "-H", f"Authorization: Bearer {own.key}", "--checks", ",".join(CHECKS), "--workers", "1",

@@ -55,6 +55,7 @@ class Remembered:
         while True:
             self._forget()
             known = self._known.get(key)
+            first = known is None
             if known is None:
                 known = self._begin(key, digest, perform)
             elif known.digest != digest:
@@ -66,9 +67,9 @@ class Remembered:
             try:
                 return _copy(await wait(asyncio.shield(known.answer)))
             except ClientDisconnect:
-                if not known.answer.done() or known is self._known.get(key):
+                if first or not known.answer.done() or not _left(known.answer):
                     raise
-                # It was the first client that left, and its work ended with it.
+                # It was not this client that left but the first, and its work ended with it.
 
     def _begin(self, key: tuple[str, str], digest: str, perform: Callable[[], Awaitable[Response]]) -> _Known:
         async def work() -> Response:
@@ -107,7 +108,7 @@ class Remembered:
             fits = len(self._known) <= _MOST and self._size <= _MOST_BYTES
             if fits and now - known.since < _KEPT_S:
                 return
-            if known.answer.done():
+            if known.answer.done() and not known.answer.cancelled() and known.answer.exception() is None:
                 del self._known[key]
                 self._size -= len(known.answer.result().body)
 
@@ -124,6 +125,10 @@ def _as_response(kept: answers.Kept) -> Response:
     response = Response(kept.body, kept.status)
     response.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept.headers]
     return response
+
+
+def _left(answer: asyncio.Future[Response]) -> bool:
+    return answer.cancelled() or isinstance(answer.exception(), ClientDisconnect)
 
 
 def _copy(response: Response) -> Response:
