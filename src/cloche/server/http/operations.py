@@ -213,7 +213,8 @@ def _read(
             body = kind
         elif parameter.name not in places:
             raise TypeError(f"{handler.__qualname__}: {parameter.name!r} is not in the path {path!r}")
-    summary, _, description = inspect.cleandoc(handler.__doc__ or "").partition("\n")
+    summary, _, description = inspect.cleandoc(handler.__doc__ or "").partition("\n\n")
+    summary = " ".join(summary.split())
     if status is None:
         status = 204 if result is type(None) else 200
     return Operation(
