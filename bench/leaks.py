@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import cloche
 from bench import noise, records, setup
@@ -33,9 +36,11 @@ def leftovers(bench: setup.Bench) -> list[records.Row]:
     _calm()
     early = settle(lambda: count(bench.home))
     assert early["processes"], "the launcher was not found, so its descriptors and mounts are not counted"
+    open_early = opened()
     _run(runs, row)
     _calm()
     late = settle(lambda: count(bench.home), until=lambda now: not grown(early, now))
+    more = opened() - open_early
     setup.close_engine()
     after = settle(lambda: count(bench.home), until=lambda now: not grown(before, now))
     left = {f"{name} (engine open)": n for name, n in grown(early, late).items()}
@@ -44,6 +49,8 @@ def leftovers(bench: setup.Bench) -> list[records.Row]:
     if after["files"] > early["files"]:
         left["files (engine closed)"] = after["files"] - early["files"]
     row.subject.add(float(sum(left.values())))
+    if "descriptors (engine open)" in left:
+        row.notes.append("more of " + ", ".join(f"{kind} ({n})" for kind, n in more.items()))
     row.notes += [f"{n} {name}" for name, n in left.items()] or ["0 " + ", ".join(early)]
     return [row]
 
@@ -86,11 +93,7 @@ def count(home: str) -> dict[str, int]:
     """All that a run could leave: processes, mounts, cgroups, descriptors, files, loop devices."""
     noise.reap()
     me = os.getpid()
-    shot = noise.look()
-    ours = noise.tree(shot, me) - {me}
-    # The engine's child that has children: its launcher, which we know as ours because we are a subreaper.
-    parents = {shot.processes[pid].parent for pid in ours}
-    launchers = [pid for pid in ours if pid in parents and shot.processes[pid].parent == me]
+    ours, launchers = _ours()
     return {
         "processes": len(ours),
         "mounts": sum(_lines(f"/proc/{pid}/mountinfo") for pid in (me, *launchers)),
@@ -101,6 +104,26 @@ def count(home: str) -> dict[str, int]:
             1 for path in glob.glob("/sys/block/loop*/loop/backing_file") if _names(path, home)
         ),
     }
+
+
+def _ours() -> tuple[set[int], list[int]]:
+    """The processes below this one, and those of them that are launchers: an engine's child that has children is one, which we know as
+    ours because we are a subreaper."""
+    me = os.getpid()
+    shot = noise.look()
+    ours = noise.tree(shot, me) - {me}
+    parents = {shot.processes[pid].parent for pid in ours}
+    return ours, [pid for pid in ours if pid in parents and shot.processes[pid].parent == me]
+
+
+def opened() -> Counter[str]:
+    """What the descriptors that are counted lead to, numbers aside: a leak is easier to find by its kind."""
+    found: Counter[str] = Counter()
+    for pid in (os.getpid(), *_ours()[1]):
+        for link in glob.glob(f"/proc/{pid}/fd/*"):
+            with suppress(OSError):
+                found[re.sub(r"\d+", "N", os.readlink(link))] += 1
+    return found
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
