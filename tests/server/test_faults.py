@@ -523,3 +523,43 @@ def clear(served: Served, good: httpx.Client, box: str) -> bool:
     executions = good.get(f"/v1/sandboxes/{box}/executions").json()["executions"]
     left = [made["id"] for made in good.get("/v1/sandboxes").json()["sandboxes"]]
     return left == [box] and not any(execution["running"] for execution in executions)
+
+
+# ── a dead sandbox and a slow command, on every wire (E2B's: tests/wires/e2b/test_refusals.py) ─────
+
+
+def test_a_dead_sandbox_and_a_slow_command_are_two_things_on_the_local_socket(served, http):
+    box = http.post("/v1/sandboxes", json={}).json()["id"]
+    slow = served.cloche("exec", "--timeout", "0.2", box, "--", "sleep", "60")
+    assert slow.returncode == 124
+    assert http.delete(f"/v1/sandboxes/{box}").status_code == 204
+    dead = served.cloche("exec", "--json", box, "--", "true")
+    assert dead.returncode == 125
+    assert "sandbox_lost" in dead.stdout + dead.stderr
+    missing = served.cloche("exec", "--json", "nobody", "--", "true")
+    assert "sandbox_not_found" in missing.stdout + missing.stderr
+
+
+def test_a_dead_sandbox_and_a_slow_command_are_two_things_in_mcp(served, http):
+    import anyio
+    from mcp.client import Client
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    async def main() -> None:
+        headers = {"Authorization": f"Bearer {served.key}"}
+        async with (
+            create_mcp_http_client(headers=headers) as carrier,
+            Client(streamable_http_client(f"{served.url}/mcp", http_client=carrier)) as client,
+        ):
+            made = (await client.call_tool("sandbox_session_create", {})).structured_content
+            box = made["sandbox"]
+            arguments = {"sandbox": box, "command": ["sleep", "60"], "timeout_ms": 200}
+            slow = (await client.call_tool("sandbox_exec", arguments)).structured_content
+            assert slow["timed_out"]
+            assert http.delete(f"/v1/sandboxes/{box}").status_code == 204
+            dead = await client.call_tool("sandbox_exec", {"sandbox": box, "command": ["true"]})
+            assert dead.is_error
+            assert "sandbox_lost" in str(dead)
+
+    anyio.run(main)
