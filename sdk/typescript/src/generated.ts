@@ -341,6 +341,7 @@ export interface CreateBody {
   resources?: Record<string, number>;
   timeoutS?: number | null;
   idleTimeoutS?: number | null;
+  ladder?: LadderBody;
   minimumIsolation?: "gvisor" | "microvm" | "namespaces" | "process";
   labels?: Record<string, string>;
   policy?: Record<string, unknown>;
@@ -1201,7 +1202,7 @@ export const shapes: Record<string, Record<string, string>> = {
   ContextInfo: {},
   Contexts: { contexts: "[]ContextInfo" },
   Count: {},
-  Create: { volumes: "{}Mount" },
+  Create: { ladder: "Ladder", volumes: "{}Mount" },
   CreateContext: {},
   Denial: {},
   DeniedEvent: { denial: "Denial" },

@@ -61,6 +61,12 @@ export interface Shape extends NetworkOptions {
   diskMib?: number;
   /** Seconds without use; null is without end. */
   idleTimeoutS?: number | null;
+  /** Seconds without use after which it is paused: its memory stays. */
+  pauseAfterS?: number;
+  /** Seconds without use after which its files only are kept. */
+  archiveAfterS?: number;
+  /** What the end of its time does: end it, or suspend it. */
+  atTimeout?: "delete" | "pause" | "archive";
   /** A directory of the server's host, which its configuration must name. */
   workspace?: string;
   overlay?: boolean;
@@ -94,16 +100,18 @@ export interface RunOptions extends Omit<Shape, "ask">, ServerOptions {
 function createBody(options: Shape & { timeoutS?: number | null }, what: string): CreateBody {
   const {
     profile, mode, template, image, env, memoryMib, cpus, pids, diskMib, idleTimeoutS, workspace, overlay, name, labels, policy, network, allow,
-    deny, resolve, secrets, ask, minimumIsolation, snapshot, volumes, timeoutS, ...unknown
+    deny, resolve, secrets, ask, minimumIsolation, snapshot, volumes, timeoutS, pauseAfterS, archiveAfterS, atTimeout, ...unknown
   } = options;
   refuseUnknown(what, unknown);
   // Who gives somebody to ask wants a network, unless something else was said about it.
   const said = network !== undefined || mode !== undefined || profile === "permissive" || policy?.["network"]?.["mode"] !== undefined;
+  const ladder = given({ pauseAfterS, archiveAfterS, atTimeout });
   const resources = given({ memory_mib: memoryMib, cpus, pids, disk_mib: diskMib });
   return {
     profile, mode, template, image, env, idleTimeoutS, workspace, overlay, name, labels, timeoutS, minimumIsolation,
     resources: Object.keys(resources).length > 0 ? (resources as Record<string, number>) : undefined,
     policy: policyOf(policy, { network: ask === undefined || said ? network : "rules", allow, deny, resolve }),
+    ladder: Object.keys(ladder).length > 0 ? ladder : undefined,
     secrets: secrets === undefined ? undefined : [...secrets],
     snapshot: snapshot === undefined ? undefined : idOf(snapshot),
     volumes: volumes === undefined ? undefined : mounts(volumes),

@@ -65,6 +65,8 @@ class Create(Body, frozen=True, kw_only=True):
     resources: dict[Literal["memory_mib", "cpus", "pids", "disk_mib"], float] = {}
     timeout_s: float | msgspec.UnsetType | None = msgspec.UNSET
     idle_timeout_s: float | msgspec.UnsetType | None = msgspec.UNSET
+    ladder: model.Ladder | msgspec.UnsetType = msgspec.UNSET
+    """How idleness, and the end of its time, suspend it instead of ending it."""
     minimum_isolation: model.Level | msgspec.UnsetType = msgspec.UNSET
     labels: dict[str, str] = {}
     policy: dict[str, Any] = {}
