@@ -6,7 +6,7 @@ pipes; a frame is sent after the text before it was flushed, so when `done` arri
 What comes out of a context is an attacker's: frames are bounded and decoded by a schema.
 
 A follower of a run reads what the run has collected, from where it stopped. Nothing is kept for it, so one that never reads
-costs no memory; and because a result's place in both texts is noted when its frame comes, it gets everything in order.
+costs no memory; and because a result's place in both texts is noted when its frame comes, what was printed before it is told before it.
 """
 
 from __future__ import annotations
