@@ -118,6 +118,8 @@ def test_a_tenant_sees_only_its_own(served, http):
             box["id"] for box in http.get("/v1/sandboxes").json()["sandboxes"]
         }
         assert red.delete("/v1/sandboxes/same").status_code == 204
+        refused(red.get(f"/v1/sandboxes/{mine['id']}"), "sandbox_lost")
+        refused(blue.get(f"/v1/sandboxes/{mine['id']}"), "sandbox_not_found")  # nor that it was
         assert blue.delete("/v1/sandboxes/same").status_code == 204
 
 

@@ -107,7 +107,8 @@ class Engine(interfaces.Backend):
         self._sandboxes: dict[str, sandboxes.Sandbox] = {}
         self._names: dict[str, str] = {}
         self._coming: dict[str, asyncio.Event] = {}
-        self._ended: dict[str, str] = {}
+        self._ended: dict[str, tuple[str, str]] = {}
+        """Sandboxes that were, by id: why they ended, and whose they were."""
         self._reports: dict[str, model.WorkspaceReport] = {}
         self._creating = 0
         self._store = store
@@ -508,9 +509,12 @@ class Engine(interfaces.Backend):
         if found is not None:
             return found
         if sandbox in self._ended:
-            raise errors.error(
-                "sandbox_lost", f"sandbox {sandbox} has ended: {self._ended[sandbox]}", hint="create another"
+            words, tenant = self._ended[sandbox]
+            problem = errors.error(
+                "sandbox_lost", f"sandbox {sandbox} has ended: {words}", hint="create another"
             )
+            problem._tenant = tenant  # type: ignore[attr-defined]  # for guards: others must not learn of it
+            raise problem
         adopted = self._adopt(sandbox)
         if adopted is not None:
             return adopted
@@ -1078,7 +1082,7 @@ class Engine(interfaces.Backend):
         died with it, and are told."""
         for info in await asyncio.to_thread(self._store.sandboxes):
             if info.phase == "lost":
-                self._ended[info.id] = info.reason or "its engine has ended"
+                self._ended[info.id] = (info.reason or "its engine has ended", info.tenant)
         await self._mark_lost()
         while len(self._ended) > _MOST_LOST:
             del self._ended[next(iter(self._ended))]
@@ -1212,7 +1216,7 @@ class Engine(interfaces.Backend):
         self._sandboxes.pop(sandbox.id, None)
         if sandbox.spec.full_name is not None and self._names.get(sandbox.spec.full_name) == sandbox.id:
             del self._names[sandbox.spec.full_name]
-        self._ended[sandbox.id] = words
+        self._ended[sandbox.id] = (words, sandbox.spec.tenant)
         while len(self._ended) > _MOST_LOST:
             self._reports.pop(oldest := next(iter(self._ended)), None)
             del self._ended[oldest]
@@ -1678,7 +1682,7 @@ class Engine(interfaces.Backend):
         """What died with its engine is lost from now on, on record and to whoever asks for it."""
         lost = await asyncio.to_thread(self._store.mark_lost, reaping.owner_lives, self._clock.time())
         for info in lost:
-            self._ended[info.id] = info.reason or "its engine has ended"
+            self._ended[info.id] = (info.reason or "its engine has ended", info.tenant)
             self._journal.audit(
                 events.Lost(
                     sandbox=info.id,

@@ -223,6 +223,10 @@ class Guarded:
                 info = await self._backend.info(known_as)
             except errors.NotFound:
                 continue
+            except errors.SandboxLost as lost:
+                if getattr(lost, "_tenant", tenant) != tenant:
+                    continue
+                raise
             if info.tenant == tenant:
                 return info.id
         raise _missing(named)
