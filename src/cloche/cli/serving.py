@@ -108,6 +108,7 @@ async def _serve(config: settings.Settings, path: str, lock: int, *, as_json: bo
     url = _url(listener, certificate is not None)
     counted = measures.Measures()
     engine = wiring.make_engine(os.environ, where=url, warm=True, config=config, measures=counted)
+    word = keys.new_secret()  # of this process alone: who came by the unix socket
     access = tokens.AccessTokens(config.home, known)
     engine.make_token = access.issue
     await process.host(engine, config)
@@ -115,10 +116,6 @@ async def _serve(config: settings.Settings, path: str, lock: int, *, as_json: bo
     tools = HttpFace(config)
     meters = Meters(watch, counted)
     leaving = Leaving(config.server.drain_s)
-    kept = keeper.Keeper(
-        engine, engine, idle_exit_s=None, defaults=config.defaults,
-        observe=lambda call, code: meters.called(f"socket {call}", code), leaving=leaving,
-    )  # fmt: skip
     scheme = "http" if certificate is None else "https"
     base = links.base_url(config.server.domain, listener.getsockname()[1], scheme=scheme)
     signed = links.Links(config.home, base, known)
@@ -133,16 +130,22 @@ async def _serve(config: settings.Settings, path: str, lock: int, *, as_json: bo
         access=access,
         signed=signed,
         leaving=leaving,
+        local=word,
     )
-    http = asyncio.ensure_future(serving.serve(app, listener, config, watch, leaving, certificate))
-    http.add_done_callback(lambda _: kept.leave())
-    frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(http, tools)))
+    http = serving.Http(app, config, watch, leaving, certificate=certificate, local=word)
+    kept = keeper.Keeper(
+        engine, engine, idle_exit_s=None, defaults=config.defaults,
+        observe=lambda call, code: meters.called(f"socket {call}", code), leaving=leaving, http=http.local,
+    )  # fmt: skip
+    port = asyncio.ensure_future(http.serve(listener))
+    port.add_done_callback(lambda _: kept.leave())
+    frames = asyncio.ensure_future(kept.serve(path, before_end=lambda: _stop(port, tools)))
     await asyncio.sleep(0)
     process.sign_lock(lock, url)
     _greet(url, path, key_file, as_json=as_json)
     notify("READY=1", f"STATUS=serving on {url}")
     await frames
-    await _stop(http, tools)
+    await _stop(port, tools)
 
 
 def _raise_descriptors() -> int:

@@ -16,7 +16,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -61,9 +61,11 @@ class Keeper:
         defaults: settings.Defaults | None = None,
         observe: Observe | None = None,
         leaving: Leaving | None = None,
+        http: Callable[[], asyncio.Protocol] | None = None,
     ) -> None:
-        """`leaving`: how to end, with patience; without it, at once."""
+        """`leaving`: how to end, with patience; without it, at once. `http`: who talks to those that speak HTTP on the socket."""
         self._patience = leaving
+        self._http = http
         self._observe = observe
         self._backend = backend
         self._engine = engine
@@ -79,7 +81,7 @@ class Keeper:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_leave)
-        self._server = await asyncio.start_unix_server(self._accept, sock=listen(path))
+        self._server = await loop.create_unix_server(self._meet, sock=listen(path))
         self.look_again()
         try:
             await self._leaving.wait()
@@ -119,15 +121,21 @@ class Keeper:
     def live(self) -> int:
         return self._engine.live
 
+    def _meet(self) -> asyncio.Protocol:
+        return _Hall(self._frames, self._http) if self._http is not None else self._frames()
+
+    def _frames(self) -> asyncio.Protocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._accept)
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(self._backend, writer, self._defaults, keeper=self, observe=self._observe)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._connections.add(connection)
         self.look_again()
         try:
-            if _peer_uid(writer) not in (os.geteuid(), 0):
+            if peer_uid(writer.transport) not in (os.geteuid(), 0):
                 problem = errors.error("peer_refused", "this socket serves its owner only")
-                events.caller.set(f"uid:{_peer_uid(writer)}")
+                events.caller.set(f"uid:{peer_uid(writer.transport)}")
                 refusals.record_refusal(self._backend, "connect", None, problem)
                 connection.fail(0, problem)
             else:
@@ -150,6 +158,28 @@ class Keeper:
             self._leaving.set()
         else:
             self.look_again()
+
+
+class _Hall(asyncio.Protocol):
+    """Where a connection waits until its first bytes say what it speaks. No frame begins like a line of text: the fifth byte is its kind."""
+
+    def __init__(self, frames: Callable[[], asyncio.Protocol], http: Callable[[], asyncio.Protocol]) -> None:
+        self._choices = (frames, http)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if peer_uid(self._transport) not in (os.geteuid(), 0):
+            self._go(self._choices[0])  # which says why not
+
+    def data_received(self, data: bytes) -> None:
+        frames, http = self._choices
+        self._go(http if data[4:5] >= b" " else frames).data_received(data)
+
+    def _go(self, make: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
+        protocol = make()
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        return protocol
 
 
 class Connection:
@@ -591,8 +621,8 @@ def listen(path: str) -> socket.socket:
     return sock
 
 
-def _peer_uid(writer: asyncio.StreamWriter) -> int:
-    sock = writer.get_extra_info("socket")
+def peer_uid(transport: asyncio.BaseTransport) -> int:
+    sock = transport.get_extra_info("socket")
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid

@@ -60,6 +60,10 @@ class Key(model.Noun, frozen=True, kw_only=True):
     former: tuple[Former, ...] = ()
 
 
+def new_secret() -> str:
+    return f"cl_{secrets.token_hex(20)}"
+
+
 class Keys:
     """The keys of one state directory."""
 

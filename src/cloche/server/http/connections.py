@@ -319,6 +319,17 @@ class Http(HttpToolsProtocol):
             self.transport.write_eof()
 
 
+class Local(Http):
+    """One that came by the unix socket: who may open that needs no key. It is told from others by a word that only this process knows."""
+
+    word: ClassVar[str]
+
+    def on_headers_complete(self) -> None:
+        if not any(name in (b"authorization", b"x-api-key") for name, _ in self.headers):
+            self.headers.append((b"authorization", f"Bearer {self.word}".encode()))
+        super().on_headers_complete()
+
+
 class WebSocket(WebSocketsSansIOProtocol):
     """One connection that has become a WebSocket. uvicorn's pings find out who has gone without a word."""
 
@@ -361,9 +372,13 @@ class WebSocket(WebSocketsSansIOProtocol):
         super().shutdown()
 
 
-def protocols(watch: Watch) -> tuple[type[Http], type[WebSocket]]:
-    """The classes for one server: uvicorn makes the instances, and has nothing to hand them."""
-    return type("Http", (Http,), {"watch": watch}), type("WebSocket", (WebSocket,), {"watch": watch})
+def protocols(watch: Watch, word: str) -> tuple[type[Http], type[Local], type[WebSocket]]:
+    """The classes for one server: uvicorn makes the instances, and has nothing to hand them. `word`: see `Local`."""
+    return (
+        type("Http", (Http,), {"watch": watch}),
+        type("Local", (Local,), {"watch": watch, "word": word}),
+        type("WebSocket", (WebSocket,), {"watch": watch}),
+    )
 
 
 def _answer(fault: errors.ClocheError) -> bytes:

@@ -52,6 +52,7 @@ def make_app(
     access: tokens.AccessTokens | None = None,
     signed: links.Links | None = None,
     leaving: Leaving | None = None,
+    local: str = "",
 ) -> Starlette:
     """The application; `faces` are those of other protocols, by path. Who goes by more than paths stands `around` it: made as
     `wire(app, entrance=…, config=…)`, it takes what is its own and hands on the rest. `signed`: preview links."""
@@ -63,6 +64,7 @@ def make_app(
         foreign=jwt.Tokens(config.jwt) if config.jwt.enabled else None,
         access=access,
         host_paths=config.server.host_paths,
+        local=local,
     )
     counted = meters or Meters()
     answers = answering.Answers(backend, entrance, config, leaving=leaving)
@@ -142,39 +144,52 @@ class Server(uvicorn.Server):
         yield
 
 
-async def serve(
-    app: Starlette,
-    listener: socket.socket,
-    config: settings.Settings,
-    watch: connections.Watch,
-    leaving: Leaving,
-    certificate: tls.Certificate | None = None,
-) -> None:
-    """Serve until cancelled; then wait for what is under way, as long as there is patience."""
-    http, websocket = connections.protocols(watch)
-    server = Server(
-        uvicorn.Config(
-            app, loop="none", http=http, ws=websocket, log_config=None, access_log=False, lifespan="off", server_header=False,
-            ws_max_size=64 << 20, ws_per_message_deflate=False, ws_ping_interval=config.server.ping_s,
-            ws_ping_timeout=config.server.ping_s, date_header=False, timeout_keep_alive=int(config.server.idle_timeout_s) or 1,
-            backlog=_BACKLOG, timeout_graceful_shutdown=int(config.server.drain_s) + 2 * _GRACE_S,
-        )
-    )  # fmt: skip
-    if certificate is not None:
-        server.config.load()
-        server.config.ssl = certificate.context
-    running = asyncio.ensure_future(server.serve(sockets=[listener]))
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        server.should_exit = True
-        leaving.begin()
-        loop = asyncio.get_running_loop()
-        impatience = asyncio.ensure_future(leaving.over.wait())
-        impatience.add_done_callback(lambda _: loop.call_later(_GRACE_S, watch.farewell))
-        await running
-        impatience.cancel()
-        raise
+class Http:
+    """The application behind uvicorn: on a port, and on the keeper's socket for those who speak HTTP there."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        config: settings.Settings,
+        watch: connections.Watch,
+        leaving: Leaving,
+        *,
+        certificate: tls.Certificate | None = None,
+        local: str = "",
+    ) -> None:
+        self._watch = watch
+        self._leaving = leaving
+        http, self._local, websocket = connections.protocols(watch, local)
+        self._server = Server(
+            uvicorn.Config(
+                app, loop="none", http=http, ws=websocket, log_config=None, access_log=False, lifespan="off", server_header=False,
+                ws_max_size=64 << 20, ws_per_message_deflate=False, ws_ping_interval=config.server.ping_s,
+                ws_ping_timeout=config.server.ping_s, date_header=False, timeout_keep_alive=int(config.server.idle_timeout_s) or 1,
+                backlog=_BACKLOG, timeout_graceful_shutdown=int(config.server.drain_s) + 2 * _GRACE_S,
+            )
+        )  # fmt: skip
+        self._server.config.load()
+        if certificate is not None:
+            self._server.config.ssl = certificate.context
+
+    def local(self) -> asyncio.Protocol:
+        """Who talks to a connection that came by the unix socket."""
+        return self._local(config=self._server.config, server_state=self._server.server_state, app_state={})
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until cancelled; then wait for what is under way, as long as there is patience."""
+        running = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._server.should_exit = True
+            self._leaving.begin()
+            loop = asyncio.get_running_loop()
+            impatience = asyncio.ensure_future(self._leaving.over.wait())
+            impatience.add_done_callback(lambda _: loop.call_later(_GRACE_S, self._watch.farewell))
+            await running
+            impatience.cancel()
+            raise
 
 
 def listen(host: str, port: int) -> socket.socket:
