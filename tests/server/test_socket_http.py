@@ -116,4 +116,6 @@ def test_it_is_on_record_as_the_owner(served: Served) -> None:
         made = http.post("/v1/sandboxes", json={}).json()["id"]
         http.delete(f"/v1/sandboxes/{made}")
         lines = http.get(f"/v1/audit?sandbox={made}&actor={owner}").json()["lines"]
-        assert [line["event"]["kind"] if "event" in line else line.get("kind") for line in lines][:1] == ["created"], lines
+        assert [line["event"]["kind"] if "event" in line else line.get("kind") for line in lines][:1] == [
+            "created"
+        ], lines
