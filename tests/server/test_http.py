@@ -497,3 +497,22 @@ def test_what_the_server_accepts_is_sent_at_once() -> None:
         assert listener.proto == socket.IPPROTO_TCP
     finally:
         listener.close()
+
+
+def test_past_its_soft_limit_a_command_goes_on_and_what_it_wrote_is_told(http, box):
+    body = {"command": "echo so far; read line; echo $line", "open_stdin": True, "background_after_s": 3}
+    told = http.post(f"/v1/sandboxes/{box}/exec", json=body).json()
+    assert (told["exit_code"], told["stdout"], told["process"]) == (None, "so far\n", told["execution"])
+    execution = f"/v1/sandboxes/{box}/executions/{told['process']}"
+    http.post(f"{execution}/stdin", json={"data": "more\n", "end": True})
+    assert http.get(f"{execution}/result").json()["stdout"] == "so far\nmore\n"
+
+
+def test_a_command_goes_on_without_who_asked_for_it(http, box, until):
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(
+            f"/v1/sandboxes/{box}/exec",
+            json={"command": "sleep 3; echo done > here"},
+            timeout=httpx.Timeout(30, read=1),
+        )
+    until(lambda: http.get(f"/v1/sandboxes/{box}/files", params={"path": "here"}).status_code == 200)

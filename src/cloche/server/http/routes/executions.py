@@ -26,23 +26,14 @@ async def exec_command(call: Call, sandbox: str, body: wire.Exec) -> wire.Result
 
     A failing command is a result. Past `background_after_s` the answer has `process`, and the command goes on.
     """
-    started = await call.backend.start(sandbox, body.request())
-    return wire.Result.of(await _wait(call, sandbox, started.id, body.background_after_s))
+    running = asyncio.ensure_future(call.backend.exec(sandbox, body.request()))
+    running.add_done_callback(_look_at)
+    return wire.Result.of(await asyncio.shield(running))  # the client may leave; the command goes on
 
 
-async def _wait(
-    call: Call, sandbox: str, execution: str, background_after_s: float | None
-) -> model.ExecResult:
-    waiting = call.backend.wait(sandbox, execution)
-    if background_after_s is None:
-        return await waiting
-    try:
-        return await asyncio.wait_for(waiting, background_after_s)
-    except TimeoutError:
-        info = await call.backend.info(sandbox)
-        return model.ExecResult(
-            exit_code=None, isolation=info.isolation, execution=execution, process=execution
-        )
+def _look_at(running: asyncio.Future[model.ExecResult]) -> None:
+    if not running.cancelled():
+        running.exception()  # or it would be complained about where the client has left
 
 
 @operation("POST", _HERE, scope="exec", status=201, errors="sandbox_not_found sandbox_lost command_empty")
