@@ -61,3 +61,9 @@ def test_the_e2b_program(served: Served) -> None:
 def test_the_mcp_program(served: Served) -> None:
     [program] = [block for block in _blocks(README, "python") if "mcp" in block]
     assert _run(served, sys.executable, "-c", _here(served, program), KEY=served.key) == "42\n\n"
+
+
+def test_the_program_with_a_token(served: Served) -> None:
+    [program] = _blocks((ROOT / "docs/concepts/callers.md").read_text(), "python")
+    variables = {"CLOCHE_API_KEY": served.key, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert _run(served, sys.executable, "-c", _here(served, program), **variables) == "as a guest\n\n"
