@@ -12,11 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from cloche.linux import cgroups, processes
 from cloche.sdk import portal
 from cloche.testing import plugin
+
+# A judgement is the same every time: examples are drawn from the test's own text. CLOCHE_EXPLORE=1 draws others.
+hypothesis.settings.register_profile("judge", derandomize=not os.environ.get("CLOCHE_EXPLORE"))
+hypothesis.settings.load_profile("judge")
 
 _PRIVATE = ("CLOCHE_URL", "CLOCHE_API_KEY", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
 

@@ -325,8 +325,13 @@ def test_tightening_twice_changes_nothing_more(below, fields):
 
 
 def _loosely(made: policy.Merged) -> Any:
-    """The order of rules, and rules within others, make no difference to `decide`; the rest must be equal."""
-    return msgspec.structs.replace(made, network=msgspec.structs.replace(made.network, allow=()))
+    """The order of rules and of names, and rules within others, make no difference; the rest must be equal."""
+    return msgspec.structs.replace(
+        made,
+        network=msgspec.structs.replace(made.network, allow=()),
+        environment=msgspec.structs.replace(made.environment, allow=tuple(sorted(made.environment.allow))),
+        secrets=msgspec.structs.replace(made.secrets, allow=tuple(sorted(made.secrets.allow))),
+    )
 
 
 @settings(deadline=None)
