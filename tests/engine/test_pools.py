@@ -346,7 +346,8 @@ def test_a_new_version_rolls_through_a_pool(home):
                 return info.ready == 3 and not info.outdated and info.template_version == new.version
 
             await bench.settled(rolled)
-            assert {machine.spec.env["V"] for machine in bench.live} == {"2"}
+            # Those that were dropped may still be ending.
+            await bench.settled(lambda: {machine.spec.env["V"] for machine in bench.live} == {"2"})
             claim = await bench.claim("data")
             assert claim.template_version == new.version
 

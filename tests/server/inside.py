@@ -190,6 +190,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 GO = threading.Event()
 LEFT: list = []
+# Room for all that come at once: where it is full, the kernel tries again after 1, 2, 4, … seconds.
+http.server.ThreadingHTTPServer.request_queue_size = 512
 server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1]) if len(sys.argv) > 1 else 0), Handler)
 print(server.server_port, flush=True)
 server.serve_forever()
