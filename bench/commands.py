@@ -22,7 +22,8 @@ import cloche
 from bench import peers, records, setup
 
 _THIN = 'import sys; sys.argv[0] = "cloche"; from cloche.cli.thin import main; sys.exit(main())'
-RUN = [sys.executable, "-I", "-c", _THIN, "run", "--", "true"]
+CLOCHE = [sys.executable, "-I", "-c", _THIN]
+RUN = [*CLOCHE, "run", "--", "true"]
 BARE = [sys.executable, "-c", "pass"]
 _KEEPER_S = 20.0
 

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import cloche
-from bench import records, setup, throughput
+from bench import commands, records, setup, throughput
 
-_SERVE = 'import sys; sys.argv[0] = "cloche"; from cloche.cli.thin import main; sys.exit(main())'
 _START_S = 30.0
 _ECHO = """
 import asyncio, sys, uvicorn
@@ -56,7 +55,7 @@ def serving(bench: setup.Bench) -> Iterator[Served]:
     environment = {**os.environ, "CLOCHE_HOME": home}
     environment.pop("CLOCHE_URL", None)
     process = subprocess.Popen(
-        [sys.executable, "-I", "-c", _SERVE, "serve", "--port", "0", "--json"],
+        [*commands.CLOCHE, "serve", "--port", "0", "--json"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:

@@ -35,6 +35,16 @@ class Served(NamedTuple):
         )
 
 
+class Clock:
+    """A moment that moves when it is told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def argv(*words: str) -> list[str]:
     return [sys.executable, "-I", "-c", BOOT, *words]
 

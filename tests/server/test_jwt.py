@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
 from cloche import errors, settings
 from cloche.server import jwt, keys
+from tests.server.conftest import Clock
 
 NOW = 1_800_000_000.0
 ISSUER, AUDIENCE = "https://id.example", "cloche"
@@ -329,14 +330,6 @@ def issuer() -> Iterator[tuple[type[Issuer], str]]:
         thread.join()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def fetching(url: str, clock: Clock) -> jwt.Tokens:
     said = settings.Jwt(issuer=ISSUER, audience=(AUDIENCE,), jwks=url)
     return jwt.Tokens(said, now=lambda: NOW, clock=clock)
@@ -344,7 +337,7 @@ def fetching(url: str, clock: Clock) -> jwt.Tokens:
 
 def test_keys_are_fetched_once_and_shared(issuer):
     own, url = issuer
-    known = fetching(url, Clock())
+    known = fetching(url, Clock(1000.0))
 
     async def many() -> None:
         await asyncio.gather(*(known.prepare(GOOD) for _ in range(50)))
@@ -356,7 +349,7 @@ def test_keys_are_fetched_once_and_shared(issuer):
 
 def test_unknown_keys_do_not_hammer_the_issuer(issuer):
     own, url = issuer
-    clock = Clock()
+    clock = Clock(1000.0)
     known = fetching(url, clock)
 
     async def storm() -> None:
@@ -372,7 +365,7 @@ def test_unknown_keys_do_not_hammer_the_issuer(issuer):
 
 def test_a_key_that_was_rotated_in_is_found_and_one_that_was_rotated_out_is_not(issuer):
     own, url = issuer
-    clock = Clock()
+    clock = Clock(1000.0)
     known = fetching(url, clock)
     assert check(known, GOOD).name == "jwt:alice"
     own.answer = (200, json.dumps({"keys": [published(OTHER_RSA, "new")]}).encode())
@@ -388,7 +381,7 @@ def test_a_key_that_was_rotated_in_is_found_and_one_that_was_rotated_out_is_not(
 )
 def test_who_cannot_fetch_goes_on_with_what_there_is_and_says_so(issuer, answer, caplog):
     own, url = issuer
-    clock = Clock()
+    clock = Clock(1000.0)
     known = fetching(url, clock)
     assert check(known, GOOD).name == "jwt:alice"
     own.answer = answer
@@ -401,14 +394,14 @@ def test_who_cannot_fetch_goes_on_with_what_there_is_and_says_so(issuer, answer,
 
 
 def test_without_any_keys_it_is_our_fault(caplog):
-    known = fetching("http://127.0.0.1:1/keys", Clock())
+    known = fetching("http://127.0.0.1:1/keys", Clock(1000.0))
     assert refusal(known, GOOD).code == "server_unavailable"
     assert "could not be fetched" in caplog.text
 
 
 def test_old_keys_are_fetched_again_beside_the_request(issuer):
     own, url = issuer
-    clock = Clock()
+    clock = Clock(1000.0)
     known = fetching(url, clock)
 
     async def again() -> None:

@@ -8,18 +8,12 @@ import pytest
 
 from cloche import errors
 from cloche.server import keys
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.server.conftest import Clock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

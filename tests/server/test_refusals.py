@@ -4,6 +4,7 @@ import asyncio
 
 from cloche import errors, events
 from cloche.server import refusals
+from tests.server.conftest import Clock
 
 
 class Book:
@@ -17,13 +18,6 @@ class Book:
 
     def settle_audit(self):
         pass
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def refuse(ledger, caller, code="key_refused", count=1):

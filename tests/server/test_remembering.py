@@ -8,13 +8,7 @@ from starlette.responses import Response
 
 from cloche import errors
 from cloche.server.http import remembering
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.server.conftest import Clock
 
 
 class Work:

@@ -23,6 +23,7 @@ from cryptography.x509.oid import NameOID
 from cloche import errors
 from cloche.server.http import tls
 from tests.server import conftest
+from tests.server.conftest import Clock
 from tests.server.test_frames import far
 
 
@@ -306,13 +307,6 @@ def test_a_bad_pair_keeps_the_one_before(secure):
     write(secure.key, pair.key)
     write(secure.cert, pair.cert)
     shows(secure, pair.serial)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_the_log_says_once_that_a_pair_cannot_be_used(tmp_path, caplog):

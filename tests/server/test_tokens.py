@@ -17,6 +17,7 @@ import pytest
 from cloche import errors
 from cloche.server import guarding, keys, tokens
 from tests.server import conftest
+from tests.server.conftest import Clock
 from tests.server.test_callers import ACCEPT, HELLO
 from tests.server.test_frames import far
 from tests.server.test_http import refused
@@ -330,16 +331,9 @@ def test_it_ends_with_its_sandbox(house, owner):
         assert gone.json()["error"]["code"] in ("sandbox_lost", "sandbox_not_found")
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

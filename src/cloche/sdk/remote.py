@@ -6,47 +6,23 @@ What carries the bytes differs, the conversation is `local.LocalBackend`'s. A se
 from __future__ import annotations
 
 import asyncio
-import ssl
 from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
 
-from cloche import __version__, errors, interfaces
+from cloche import errors, interfaces
 from cloche.sdk import local, trust
 
 _PIECE = 1 << 19
 _HIGH_WATER = 4 << 20
-_OPEN_S = 15.0
 
 
 async def connect(url: str, api_key: str | None, ca_file: str | None = None) -> interfaces.Backend:
     from websockets.asyncio.client import connect as open_socket  # only who is far away pays for it
-    from websockets.exceptions import InvalidHandshake, WebSocketException
 
-    address = "ws" + url.rstrip("/").removeprefix("http") + "/v1/connect"
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    trusted = trust.context(url, ca_file)
-    secured: dict[str, Any] = {} if trusted is None else {"ssl": trusted}
-    try:
-        socket = await open_socket(
-            address,
-            additional_headers=headers,
-            user_agent_header=f"cloche-python/{__version__}",
-            max_size=None,
-            open_timeout=_OPEN_S,
-            proxy=None,
-            compression=None,
-            **secured,
-        )
-    except ssl.SSLError as problem:
-        raise trust.distrusted(url, problem) from None
-    except InvalidHandshake as problem:
-        raise _unavailable(url, f"what answers there is not a Cloche server ({problem})") from None
-    except (OSError, TimeoutError, WebSocketException) as problem:
-        raise _unavailable(
-            url, f"nothing answers ({getattr(problem, 'strerror', None) or problem})"
-        ) from None
+    with trust.telling(url):
+        socket = await open_socket(**trust.opening(url, api_key, ca_file, client="cloche-python"))
     carrier = Carrier(socket)
     backend = local.LocalBackend(
         url, cast(asyncio.StreamReader, carrier), cast(asyncio.StreamWriter, carrier), where=url
@@ -59,14 +35,6 @@ async def connect(url: str, api_key: str | None, ca_file: str | None = None) -> 
             raise carrier.refusal from None
         raise
     return cast(interfaces.Backend, backend)
-
-
-def _unavailable(url: str, why: str) -> errors.ClocheError:
-    return errors.error(
-        "server_unavailable",
-        f"{url}: {why}",
-        hint="start it with `cloche serve`, or unset CLOCHE_URL to run locally",
-    )
 
 
 class Carrier:

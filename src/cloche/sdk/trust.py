@@ -1,11 +1,57 @@
-"""Whom a client believes to be the server: who shows a certificate of an authority in `CLOCHE_CA_FILE`, or else in the system's store."""
+"""How a client opens the WebSocket of a far server (`/v1/connect`), and whom it believes to be that: who shows a certificate of an authority in
+`CLOCHE_CA_FILE`, or else in the system's store. The SDK opens it in a loop, the command line in threads; all else is the same."""
 
 from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from cloche import errors
+from cloche import __version__, errors
+
+_OPEN_S = 15.0
+
+
+def opening(url: str, api_key: str | None, ca_file: str | None, *, client: str) -> dict[str, Any]:
+    """What the `connect` of websockets takes, in either of its kinds."""
+    options: dict[str, Any] = {
+        "uri": "ws" + url.rstrip("/").removeprefix("http") + "/v1/connect",
+        "additional_headers": {} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+        "user_agent_header": f"{client}/{__version__}",
+        "max_size": None,
+        "open_timeout": _OPEN_S,
+        "proxy": None,
+        "compression": None,
+    }
+    trusted = context(url, ca_file)
+    return options if trusted is None else {**options, "ssl": trusted}
+
+
+@contextmanager
+def telling(url: str) -> Iterator[None]:
+    """Whatever goes wrong while it is opened is `server_unavailable`, and says why."""
+    from websockets.exceptions import InvalidHandshake, WebSocketException
+
+    try:
+        yield
+    except ssl.SSLError as problem:
+        raise distrusted(url, problem) from None
+    except InvalidHandshake as problem:
+        raise _unavailable(url, f"what answers there is not a Cloche server ({problem})") from None
+    except (OSError, TimeoutError, WebSocketException) as problem:
+        raise _unavailable(
+            url, f"nothing answers ({getattr(problem, 'strerror', None) or problem})"
+        ) from None
+
+
+def _unavailable(url: str, why: str) -> errors.ClocheError:
+    return errors.error(
+        "server_unavailable",
+        f"{url}: {why}",
+        hint="start it with `cloche serve`, or unset CLOCHE_URL to run locally",
+    )
 
 
 def context(url: str, ca_file: str | None) -> ssl.SSLContext | None:
